@@ -1,0 +1,174 @@
+"""Sizes: what one token, one page and one block of KV cache take in bytes, and how many blocks a budget buys.
+
+The only file that knows sizes. It knows neither which block holds what nor what a tensor is: ranks build their pools
+from the numbers here, and the store counts blocks of `KVLayout.block_size` tokens.
+
+Bytes per token per layer: `2 * kv_heads * head_dim * bytes` for MHA, GQA and MQA; `(kv_lora_rank + qk_rope_head_dim) *
+bytes` for MLA, whose joint latent is stored once. Quantised precisions add one scale per (token, head), inside the
+page, so that copies, sharing and sharding move it along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Precision(Enum):
+    """How one element is stored: `bits` per element, `scale_bytes` per (token, head) vector, inline in the page."""
+
+    FP32 = ("fp32", 32, 0)
+    BF16 = ("bf16", 16, 0)
+    FP16 = ("fp16", 16, 0)
+    FP8_E4M3 = ("fp8_e4m3", 8, 4)
+    FP8_E5M2 = ("fp8_e5m2", 8, 4)
+    INT8 = ("int8", 8, 4)
+
+    def __init__(self, label: str, bits: int, scale_bytes: int) -> None:
+        self.label = label
+        self.bits = bits
+        self.scale_bytes = scale_bytes
+
+    @classmethod
+    def parse(cls, label: str) -> Precision:
+        """The precision called `label`; ValueError names the known ones."""
+        for precision in cls:
+            if precision.label == label:
+                return precision
+        raise ValueError(f"unknown KV precision {label!r}; known: {', '.join(p.label for p in cls)}")
+
+    def vector_bytes(self, elements: int) -> int:
+        """Bytes of one vector of `elements` values and its inline scale."""
+        return (elements * self.bits + 7) // 8 + self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer of one rank keeps for one token.
+
+    `vectors` is 2 for keys and values, 1 for MLA's joint latent; `heads` KV heads of `head_dim` values each;
+    `window` is the sliding window in tokens (the query's own included), None for full attention.
+    """
+
+    heads: int
+    head_dim: int
+    precision: Precision
+    vectors: int = 2
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads < 0 or self.head_dim < 1 or self.vectors not in (1, 2):
+            raise ValueError(f"not a KV shape: {self}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 token, got {self.window}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes this layer keeps per token, scales included."""
+        return self.vectors * self.heads * self.precision.vector_bytes(self.head_dim)
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes this layer keeps for a sequence of `tokens` (a windowed layer keeps at most its window)."""
+        return self.token_bytes * (min(tokens, self.window) if self.window else tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table: the same window, pages of the same byte count."""
+
+    layers: tuple[int, ...]
+    page_bytes: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The pages of one rank: `block_size` tokens per block, one page per layer in each block of the layer's group."""
+
+    block_size: int
+    layers: tuple[LayerKV, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
+        if not self.layers:
+            raise ValueError("a layout needs at least one layer")
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layer groups in order of their first layer."""
+        members: dict[tuple[int | None, int], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault((layer.window, self.page_bytes(index)), []).append(index)
+        return tuple(LayerGroup(tuple(layers), page, window) for (window, page), layers in members.items())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token over all layers of this rank."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+        return self.block_size * self.token_bytes
+
+    def page_bytes(self, layer: int) -> int:
+        """Bytes of one page of `layer`."""
+        return self.block_size * self.layers[layer].token_bytes
+
+    def blocks_in(self, budget: int) -> int:
+        """How many whole blocks `budget` bytes buy on this rank."""
+        return budget // self.block_bytes if self.block_bytes else 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` take in one full-attention group."""
+        return -(-tokens // self.block_size)
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes a sequence of `tokens` keeps on this rank, windows taken into account."""
+        return sum(layer.bytes_for(tokens) for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """The attention heads of one rank: query heads [q_start, q_stop) and the KV heads [kv_start, kv_stop) they read."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+    @property
+    def q_heads(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv_stop - self.kv_start
+
+
+def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """[start, stop) of each of `parts` contiguous shares of `total`; the first `total % parts` get one more."""
+    small, extra = divmod(total, parts)
+    starts = [part * small + min(part, extra) for part in range(parts + 1)]
+    return tuple(zip(starts, starts[1:], strict=False))
+
+
+def shard_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
+    """Spread heads over `ranks`: whole KV heads while there are enough, else the query heads of a KV head are split.
+
+    A KV head that several ranks share is held by each of them. ValueError when there is no query head for some rank,
+    or when the query heads are no multiple of the KV heads.
+    """
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+    if ranks > q_heads:
+        raise ValueError(f"tensor_parallel_size {ranks} is more than the {q_heads} query heads; use at most {q_heads}")
+    ratio = q_heads // kv_heads
+    if ranks <= kv_heads:
+        return tuple(HeadShard(a * ratio, b * ratio, a, b) for a, b in split_evenly(kv_heads, ranks))
+    shards = []
+    for head, (first, last) in enumerate(split_evenly(ranks, kv_heads)):
+        for a, b in split_evenly(ratio, last - first):
+            shards.append(HeadShard(head * ratio + a, head * ratio + b, head, head + 1))
+    return tuple(shards)

@@ -1,0 +1,95 @@
+"""KV arithmetic against the published numbers of known models, and how heads spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.layout import KVLayout, LayerKV, Precision, shard_heads, split_evenly
+
+GIB = 2**30
+BF16 = Precision.BF16
+
+
+def layout(layers: int, heads: int, head_dim: int, vectors: int = 2, precision: Precision = BF16) -> KVLayout:
+    return KVLayout(16, (LayerKV(heads, head_dim, precision, vectors),) * layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "per_layer", "per_token", "tokens", "total"),
+    [
+        (layout(80, 64, 128), 32_768, 2_621_440, 8192, 20 * GIB),
+        (layout(80, 64, 128), 32_768, 2_621_440, 131_072, 320 * GIB),
+        (layout(80, 8, 128), 4_096, 327_680, 131_072, 40 * GIB),
+        (layout(80, 1, 128), 512, 40_960, 131_072, 5 * GIB),
+        (layout(32, 8, 128), 4_096, 131_072, 8192, 1 * GIB),
+        (layout(60, 1, 576, vectors=1), 1_152, 69_120, 131_072, 9_059_696_640),
+        (layout(61, 1, 576, vectors=1), 1_152, 70_272, 8192, 575_668_224),
+        (layout(30, 3, 64), 768, 23_040, 8192, 188_743_680),
+    ],
+)
+def test_bytes_of_known_models(model: KVLayout, per_layer: int, per_token: int, tokens: int, total: int) -> None:
+    assert model.layers[0].token_bytes == per_layer
+    assert model.token_bytes == per_token
+    assert model.bytes_for(tokens) == total
+
+
+def test_windowed_layers_keep_their_window_and_form_a_group() -> None:
+    full, windowed = LayerKV(8, 256, BF16), LayerKV(8, 256, BF16, window=4096)
+    gemma = KVLayout(16, (windowed, full) * 21)
+    assert gemma.token_bytes == 344_064
+    assert gemma.bytes_for(8192) == 21 * 8192 * (4096 + 8192)
+    assert [group.layers[:2] for group in gemma.groups] == [(0, 2), (1, 3)]
+
+
+def test_quantised_layers_carry_their_scales() -> None:
+    assert layout(1, 1, 128, precision=Precision.INT8).token_bytes == 2 * (128 + 4)
+    capacity = layout(30, 3, 64).block_bytes / layout(30, 3, 64, precision=Precision.INT8).block_bytes
+    assert capacity == pytest.approx(1.882, abs=1e-3)
+
+
+def test_an_unknown_precision_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"fp7.*bf16"):
+        Precision.parse("fp7")
+
+
+def test_budget_buys_whole_blocks() -> None:
+    smol = layout(30, 3, 64)
+    assert smol.block_bytes == 16 * 23_040
+    assert smol.blocks_in(72 * 2**20) == 72 * 2**20 // (16 * 23_040)
+    assert smol.blocks_for(17) == 2
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_split_evenly_covers_everything_once(total: int, parts: int) -> None:
+    shares = split_evenly(total, parts)
+    assert [a for a, _ in shares] == [0, *(b for _, b in shares[:-1])]
+    assert shares[-1][1] == total
+    sizes = [b - a for a, b in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 16), st.integers(1, 8), st.data())
+def test_every_query_head_lies_beside_its_kv_head(kv_heads: int, ratio: int, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, kv_heads * ratio))
+    shards = shard_heads(kv_heads * ratio, kv_heads, ranks)
+    assert len(shards) == ranks
+    assert [shard.q_start for shard in shards] == [0, *(shard.q_stop for shard in shards[:-1])]
+    assert shards[-1].q_stop == kv_heads * ratio
+    for shard in shards:
+        assert shard.q_heads >= 1
+        assert shard.kv_start == shard.q_start // ratio
+        assert shard.kv_stop == (shard.q_stop - 1) // ratio + 1
+        assert shard.kv_heads <= -(-kv_heads // ranks)
+
+
+def test_smollm2_heads_on_two_ranks() -> None:
+    fullest, other = shard_heads(9, 3, 2)
+    assert (fullest.kv_heads, other.kv_heads) == (2, 1)
+    assert (fullest.q_heads, other.q_heads) == (6, 3)
+
+
+def test_too_many_ranks_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"10 is more than the 9 query heads"):
+        shard_heads(9, 3, 10)

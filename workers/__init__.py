@@ -1,0 +1,1 @@
+"""One tensor-parallel group: scheduling in plain Python, tensors on the ranks."""

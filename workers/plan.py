@@ -1,0 +1,163 @@
+"""What moves between a group's scheduler and its ranks: plans down, results up; and the reports that leave the group.
+
+Plain frozen values: no tensor, no Ray handle, no clock. A plan names everything a rank needs for one step, so that
+ranks hold weights and KV shards and no sequence state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+PENDING = -1
+"""In `Row.tokens`: the token that the step before this one is still sampling for `Row.source`."""
+
+
+class Finish(Enum):
+    """Why a sequence ended: the values are OpenAI's `finish_reason` where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one row's next token is drawn. A draw is a function of (seed, position) and the row's logits only.
+
+    `temperature` 0 is greedy (lowest id among ties); `top_k` 0, `top_p` 1 and `min_p` 0 are off. `position` is the
+    index in the sequence of the token that is drawn.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: compute `tokens` at positions start, start + 1, ….
+
+    `tables`: per layer group, the block ids that cover positions [0, start + len(tokens)). `tokens` is (PENDING,) when
+    the token comes from row `source` of the step before (`source` indexes that step's sampled rows). `draw` is None for
+    a chunk whose logits nobody needs.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    tables: tuple[tuple[int, ...], ...]
+    draw: Draw | None = None
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for every rank of the group. A rank copies, then zeroes, then writes.
+
+    `copy` holds (source, destination) block pairs, `zero` blocks to clear; both name blocks in all layer groups alike.
+    A plan without rows is housekeeping (or keeps the collectives awake).
+    """
+
+    step: int
+    rows: tuple[Row, ...] = ()
+    copy: tuple[tuple[int, int], ...] = ()
+    zero: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What rank 0 gives back: the sampled token of each row that has a draw, in the plan's order; seconds it took."""
+
+    step: int
+    tokens: tuple[int, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """News of one request. `index` counts output tokens from its start, `resumed` ones included. After Finish.STOP the
+    last token is the stop token: generated and counted, but no part of the text.
+
+    `tokens` are new output tokens [index, index + len(tokens)); `finish` is set on the last event only. `cached` is the
+    number of prompt tokens that came from the prefix cache, known from the first event on.
+    """
+
+    request: str
+    attempt: int
+    index: int
+    tokens: tuple[int, ...]
+    finish: Finish | None = None
+    cached: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """Blocks by state; held + idle + free + dirty = total."""
+
+    total: int
+    free: int
+    held: int
+    idle: int
+    dirty: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """What a group tells the coordinator, now and then. Times are durations in seconds, never clock readings.
+
+    `committed` = Σ max(held, granted) over live requests; `accepted` are the grant ids taken since the last report;
+    `live` are those whose request has not ended (None: not told), `voided` those that it was told are void;
+    `sessions` holds (namespace, cached tokens, seconds until they expire) of those that changed since the last report,
+    0 tokens for one that is gone; in a `full` report, of all. Counters run from the group's start.
+    """
+
+    group: str
+    epoch: int
+    sequence: int
+    step: int
+    pool: PoolReport
+    committed: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    accepted: tuple[str, ...] = ()
+    voided: tuple[str, ...] = ()
+    live: tuple[str, ...] | None = None
+    full: bool = False
+    sessions: tuple[tuple[bytes, int, float], ...] = ()
+    preemptions: int = 0
+    finished: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    leaked: int = 0
+
+
+class Group(Protocol):
+    """The ranks as an engine sees them: launch a plan, wait for its result; plans run in the order launched."""
+
+    def launch(self, plan: StepPlan) -> object:
+        """Hand `plan` to every rank and return a handle at once."""
+        ...
+
+    def wait(self, handle: object) -> StepResult:
+        """Block until the plan behind `handle` has run. Raises GroupDead when a rank is gone."""
+        ...
+
+
+class GroupDead(Exception):
+    """A rank is gone or a step failed after its collectives began: the group must be rebuilt."""

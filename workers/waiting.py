@@ -1,0 +1,37 @@
+"""The sequences of a group that wait for a slot and blocks, in the order in which they are served."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from workers.sequence import Sequence
+
+
+class WaitingList:
+    """Kept sorted by `Sequence.rank`: class, then preempted before new, then arrival. Short by design: the service's
+    own line lies before the group, so that adding and removing may cost O(n)."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that wait to be computed."""
+        return sum(sequence.length for sequence in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=lambda s: s.rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+
+    def first(self, count: int) -> tuple[Sequence, ...]:
+        """The first `count`, as they stand now."""
+        return tuple(self._sequences[:count])
