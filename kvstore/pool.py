@@ -61,6 +61,11 @@ class BlockPool:
         return self.total - self.free - self.idle - self.dirty
 
     @property
+    def shared(self) -> int:
+        """HELD blocks with more than one reference."""
+        return sum(refs > 1 for refs in self.refs)
+
+    @property
     def ready(self) -> int:
         """FREE blocks that can be taken now."""
         return len(self._free)

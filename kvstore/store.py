@@ -41,6 +41,18 @@ class Match:
     idle: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """Blocks by state; held + idle + free + dirty = total."""
+
+    total: int
+    free: int
+    held: int
+    idle: int
+    dirty: int
+    block_size: int
+
+
 class KVStore:
     """`total` blocks of `block_size` tokens for `groups` layer groups; `ttl` seconds of life for unused contents.
 
@@ -196,9 +208,10 @@ class KVStore:
             self._purge(block)
         return len(doomed)
 
-    def shared_blocks(self, table: BlockTable) -> int:
-        """Blocks of `table` that some other table holds too."""
-        return sum(self.pool.refs[block] > 1 for blocks in table.blocks for block in blocks)
+    def report(self) -> PoolReport:
+        """The pool by state."""
+        pool = self.pool
+        return PoolReport(pool.total, pool.free, pool.held, pool.idle, pool.dirty, self.block_size)
 
     def owned_blocks(self, table: BlockTable) -> int:
         """Blocks that `table` holds alone."""

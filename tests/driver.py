@@ -1,5 +1,5 @@
-"""A seeded driver: random requests, aborts, silences and sessions against one engine over shadow ranks, invariants after
-every turn, the oracle at the end. One seed is one run; a failure names it."""
+"""A seeded driver: random requests, aborts, silences and sessions against one engine over shadow ranks, invariants
+after every turn, the oracle at the end. One seed is one run; a failure names it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.shadow import ShadowGroup, expected_output
 from workers.engine import Engine
 from workers.errors import EngineRefused
 from workers.outbox import Outbox
-from workers.plan import Finish, TokenEvent
-from workers.scheduler import Limits, Scheduler
+from workers.plan import Finish, Limits, TokenEvent
+from workers.scheduler import Scheduler
 from workers.sequence import Priority, Request, Sampling
 
 INGRESS = "ingress"

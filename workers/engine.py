@@ -7,7 +7,7 @@ called from any thread. Time comes in as `now`.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -21,15 +21,13 @@ from workers.errors import (
     CODE_VOID,
     EngineRefused,
 )
+from workers.grants import GrantBook
 from workers.outbox import Outbox
-from workers.plan import Group, GroupDead, GroupReport, PoolReport, StepPlan, TokenEvent
-from workers.scheduler import Limits, Scheduler
+from workers.plan import Group, GroupDead, GroupReport, Limits, StepPlan, TokenEvent
+from workers.scheduler import Scheduler
 from workers.sequence import Request
 
 Key = tuple[str, int]
-
-REMEMBERED_GRANTS = 65_536
-"""How many accepted and void grants are remembered to refuse a second use."""
 
 
 @dataclass(slots=True)
@@ -75,11 +73,7 @@ class Engine:
         self._subscribers: dict[str, _Subscriber] = {}
         self._ingress_of: dict[Key, str] = {}
         self._granted: dict[Key, int] = {}
-        self._grant_of: dict[Key, str] = {}
-        self._grants: OrderedDict[str, None] = OrderedDict()
-        self._void: OrderedDict[str, None] = OrderedDict()
-        self._accepted: list[str] = []
-        self._voided: list[str] = []
+        self._grants = GrantBook()
         self._draining = False
         self._reports = 0
         self._launched_at = 0.0
@@ -98,10 +92,7 @@ class Engine:
             self._ingress_of[key] = ingress
             self._subscribers[ingress].requests.add(key)
             self._granted[key] = request.granted_blocks
-            if request.grant:
-                self._grant_of[key] = request.grant
-                _remember(self._grants, request.grant)
-                self._accepted.append(request.grant)
+            self._grants.accept(request.grant, key)
         self._post(lambda now: self._scheduler.add(request, now))
 
     def abort(self, request: str, attempt: int) -> None:
@@ -151,10 +142,7 @@ class Engine:
     def obey(self, limits: Limits | None, void: Iterable[str]) -> None:
         """The coordinator's reply: limits for the next steps, and grants that must not be accepted any more."""
         with self._lock:
-            for grant in void:
-                if grant not in self._grants:
-                    _remember(self._void, grant)
-                    self._voided.append(grant)
+            self._grants.void(void)
         if limits:
             self._post(lambda now: self._set_limits(limits))
 
@@ -229,9 +217,9 @@ class Engine:
             raise EngineRefused(CODE_DRAINING, f"group {self.name} is draining")
         if ingress not in self._subscribers:
             raise EngineRefused(CODE_NO_LEASE, f"ingress {ingress} has no lease on group {self.name}")
-        if key in self._ingress_of or (request.grant and request.grant in self._grants):
+        if key in self._ingress_of or self._grants.accepted(request.grant):
             raise EngineRefused(CODE_DUPLICATE, f"request {request.id} attempt {request.attempt} was accepted before")
-        if request.grant and request.grant in self._void:
+        if self._grants.is_void(request.grant):
             raise EngineRefused(CODE_VOID, f"the grant of request {request.id} has expired")
 
     def _post(self, command: Callable[[float], None]) -> None:
@@ -270,7 +258,7 @@ class Engine:
                 if event.finish is not None:
                     self._ingress_of.pop(key, None)
                     self._granted.pop(key, None)
-                    self._grant_of.pop(key, None)
+                    self._grants.end(key)
                     if ingress in self._subscribers:
                         self._subscribers[ingress].requests.discard(key)
             outboxes = {name: subscriber.outbox for name, subscriber in self._subscribers.items() if name in boxes}
@@ -288,31 +276,26 @@ class Engine:
         self._scheduler.limits = limits
 
     def _make_report(self, now: float, full: bool) -> GroupReport:
-        scheduler, store = self._scheduler, self._scheduler.store
-        pool, size = store.pool, store.block_size
-        changes = store.sessions.changes(now)
-        rows = store.sessions.rows(now) if full else changes
         with self._lock:
             self._reports += 1
-            accepted, voided = tuple(self._accepted), tuple(self._voided)
-            self._accepted.clear()
-            self._voided.clear()
-            granted, live = dict(self._granted), tuple(self._grant_of.values())
+            accepted, voided = self._grants.news()
+            granted = dict(self._granted)
+        scheduler, store = self._scheduler, self._scheduler.store
+        sessions = store.sessions.changes(now)
         return GroupReport(
             group=self.name,
             epoch=self.epoch,
             sequence=self._reports,
             step=scheduler.step,
-            pool=PoolReport(pool.total, pool.free, pool.held, pool.idle, pool.dirty, size),
+            pool=store.report(),
             committed=self._committed(granted),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             accepted=accepted,
             voided=voided,
-            live=live,
             full=full,
-            sessions=tuple((name, blocks * size, ttl) for name, blocks, ttl in rows),
+            sessions=store.sessions.rows(now) if full else sessions,
             leaked=store.leaked,
             **asdict(scheduler.counters),
         )
@@ -320,14 +303,8 @@ class Engine:
     def _committed(self, granted: dict[Key, int]) -> int:
         """Σ max(held, granted) over live requests, blocks that several hold once."""
         store = self._scheduler.store
-        total = sum(refs > 1 for refs in store.pool.refs)
+        total = store.pool.shared
         for sequence in self._scheduler.live:
             held = store.owned_blocks(sequence.table) if sequence.table else 0
             total += max(held, granted.get((sequence.request.id, sequence.request.attempt), 0))
         return total
-
-
-def _remember(memory: OrderedDict[str, None], grant: str) -> None:
-    memory[grant] = None
-    if len(memory) > REMEMBERED_GRANTS:
-        memory.popitem(last=False)

@@ -50,6 +50,16 @@ class Outbox:
         self._number = 0
         self._marks: deque[tuple[int, list[tuple[Key, int, bool]]]] = deque()
 
+    @property
+    def requests(self) -> int:
+        """Requests with something unacknowledged, or still under way."""
+        return len(self._backlogs)
+
+    @property
+    def backlog(self) -> int:
+        """Tokens unacknowledged."""
+        return sum(len(backlog.tokens) for backlog in self._backlogs.values())
+
     def put(self, events: list[TokenEvent]) -> None:
         """Add events, each of which continues its request's output."""
         with self._lock:

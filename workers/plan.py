@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from kvstore.store import PoolReport
+
 PENDING = -1
 """In `Row.tokens`: the token that the step before this one is still sampling for `Row.source`."""
 
@@ -102,25 +104,13 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolReport:
-    """Blocks by state; held + idle + free + dirty = total."""
-
-    total: int
-    free: int
-    held: int
-    idle: int
-    dirty: int
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class GroupReport:
     """What a group tells the coordinator, now and then. Times are durations in seconds, never clock readings.
 
     `committed` = Σ max(held, granted) over live requests; `accepted` are the grant ids taken since the last report;
     `live` are those whose request has not ended (None: not told), `voided` those that it was told are void;
-    `sessions` holds (namespace, cached tokens, seconds until they expire) of those that changed since the last report,
-    0 tokens for one that is gone; in a `full` report, of all. Counters run from the group's start.
+    `sessions` holds (namespace, cached blocks, seconds until they expire) of those that changed since the last report,
+    0 blocks for one that is gone; in a `full` report, of all. Counters run from the group's start.
     """
 
     group: str
@@ -145,6 +135,15 @@ class GroupReport:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     leaked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold: sequences, tokens, and tokens of one prefill chunk."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk: int
 
 
 class Group(Protocol):

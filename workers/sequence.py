@@ -62,9 +62,9 @@ class Request:
 class Sequence:
     """A request under way.
 
-    `tokens` are those known so far; `pending` (0 or 1) more are being sampled by a step in flight, as sampled row
-    `source` of it. `computed` counts the tokens whose keys and values are in place once the launched steps have run,
-    `reached` how far that ever got. `keys` is the hash chain of the tokens as far as anybody needed it.
+    `tokens` are those known so far; `pending` more are being sampled by steps in flight, the last of them as sampled
+    row `source` of the latest step. `computed` counts the tokens whose keys and values are in place once the launched
+    steps have run, `reached` how far that ever got. `keys` is the hash chain of the tokens as far as it was needed.
     A sequence without a table waits.
     """
 
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens, the pending one included."""
+        """Tokens, the pending ones included."""
         return len(self.tokens) + self.pending
 
     @property
@@ -108,5 +108,5 @@ class Sequence:
 
     @property
     def wants_more(self) -> bool:
-        """Whether one more token may be drawn once the pending one is known."""
+        """Whether one more token may be drawn once the pending ones are known."""
         return self.finish is None and self.length < self.request.longest

@@ -112,17 +112,14 @@ def evict_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_computed_after_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempt = scheduler_module.Scheduler._preempt
-    opened = scheduler_module.Scheduler._open
+    start = scheduler_module.Scheduler._start
 
-    def open_keeping(self, sequence, now):  # type: ignore[no-untyped-def]
-        done = opened(self, sequence, now)
-        if done and sequence.preemptions:
-            sequence.computed = max(sequence.computed, sequence.length - 1)
-        return done
+    def keep(self, sequence, table):  # type: ignore[no-untyped-def]
+        start(self, sequence, table)
+        if sequence.preemptions:
+            sequence.computed = sequence.length - 1
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_preempt", preempt)
-    monkeypatch.setattr(scheduler_module.Scheduler, "_open", open_keeping)
+    monkeypatch.setattr(scheduler_module.Scheduler, "_start", keep)
 
 
 def seal_without_twins(monkeypatch: pytest.MonkeyPatch) -> None:

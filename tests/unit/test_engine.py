@@ -1,0 +1,170 @@
+"""The engine's edges: leases, grants, drain, death, reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.store import KVStore
+from tests.shadow import ShadowGroup
+from workers import errors
+from workers.engine import Engine
+from workers.errors import EngineRefused
+from workers.plan import Finish, GroupDead, GroupReport, Limits, StepPlan, StepResult
+from workers.scheduler import Scheduler
+from workers.sequence import Request, Sampling
+
+
+def make(group: ShadowGroup | None = None, **options: float) -> Engine:
+    store = KVStore(32, 4, ttl=20.0)
+    scheduler = Scheduler(store, Limits(8, 64, 64), max_model_len=100)
+    return Engine(scheduler, group or ShadowGroup(32, 4), name="g", epoch=3, **options)  # type: ignore[arg-type]
+
+
+def request(name: str = "r", output: int = 5, **fields: object) -> Request:
+    return Request(name, (1, 2, 3), Sampling(output), b"n", **fields)  # type: ignore[arg-type]
+
+
+def refused(engine: Engine, *args: object) -> str:
+    with pytest.raises(EngineRefused) as caught:
+        engine.submit(*args)  # type: ignore[arg-type]
+    return caught.value.code
+
+
+def report(engine: Engine, now: float, **options: bool) -> GroupReport:
+    answer = engine.report(**options)
+    engine.turn(now)
+    return answer.result(timeout=0)
+
+
+def test_a_request_needs_a_subscriber() -> None:
+    assert refused(make(), "nobody", request()) == errors.CODE_NO_LEASE
+
+
+def test_a_grant_is_good_once_and_never_after_it_was_voided() -> None:
+    engine = make()
+    engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(grant="g1"))
+    assert refused(engine, "i", request("other", grant="g1")) == errors.CODE_DUPLICATE
+    assert refused(engine, "i", request(grant="g2")) == errors.CODE_DUPLICATE
+    engine.obey(None, ["g1", "g9"])
+    assert refused(engine, "i", request("third", grant="g9")) == errors.CODE_VOID
+    first = report(engine, 0.0)
+    assert first.accepted == ("g1",) and first.voided == ("g9",), "an accepted grant is not acknowledged as void"
+    assert report(engine, 0.0).accepted == ()
+
+
+def test_a_lapsed_lease_ends_the_requests_of_that_ingress_only() -> None:
+    engine = make(lease_s=5.0)
+    box, other = engine.subscribe("i", lambda: None, 0.0), engine.subscribe("j", lambda: None, 0.0)
+    engine.submit("i", request("a", 50))
+    engine.submit("j", request("b", 50))
+    for second in range(5):
+        engine.turn(float(second))
+        assert engine.renew("j", float(second))
+    engine.turn(5.0)
+    assert box.closed and not other.closed
+    assert not engine.renew("i", 5.0) and refused(engine, "i", request("c")) == errors.CODE_NO_LEASE
+    assert report(engine, 5.0).running == 1
+    with pytest.raises(EngineRefused):
+        engine.resubscribe("i", 0, lambda: None, 5.0)
+
+
+def test_a_stream_is_taken_up_behind_the_last_acknowledgement() -> None:
+    engine = make()
+    box = engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(output=6))
+    tokens: list[int] = []
+    for turn in range(3):
+        engine.turn(0.0)
+        message = box.read()
+        assert message is not None
+        if turn == 0:
+            tokens += message.events[0].tokens
+            engine.ack("i", message.number)
+    again = engine.resubscribe("i", 1, lambda: None, 0.0)
+    message = again.read()
+    assert message is not None and message.events[0].index == 1 and len(message.events[0].tokens) == 2
+
+
+def test_drain_refuses_new_requests_and_lets_the_old_ones_end() -> None:
+    engine = make()
+    box = engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request())
+    engine.drain()
+    assert refused(engine, "i", request("late")) == errors.CODE_DRAINING
+    while not engine.idle:
+        engine.turn(0.0)
+    message = box.read()
+    assert message is not None and message.events[-1].finish is Finish.LENGTH
+
+
+class Dying(ShadowGroup):
+    def wait(self, handle: object) -> StepResult:
+        raise GroupDead("rank 1 is gone")
+
+
+def test_a_dead_group_closes_every_stream_and_takes_nothing() -> None:
+    engine = make(Dying(32, 4))
+    box = engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request())
+    with pytest.raises(GroupDead):
+        engine.turn(0.0)
+    assert box.closed and isinstance(engine.dead, GroupDead)
+    assert refused(engine, "i", request("next")) == errors.CODE_DEAD
+
+
+def test_what_can_never_fit_is_refused_at_the_door() -> None:
+    engine = make()
+    engine.subscribe("i", lambda: None, 0.0)
+    assert refused(engine, "i", request(output=200)) == errors.CODE_NEVER_FITS
+
+
+def test_reports_tell_blocks_commitments_and_sessions() -> None:
+    engine = make()
+    engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(output=9, granted_blocks=7, grant="g"))
+    engine.turn(0.0)
+    busy = report(engine, 0.0)
+    assert (busy.committed, busy.running, busy.pool.held) == (7, 1, 1)
+    while not engine.idle:
+        engine.turn(1.0)
+    idle = report(engine, 1.0)
+    assert (idle.committed, idle.running, idle.pool.held) == (0, 0, 0)
+    assert idle.pool.idle == 2 and idle.output_tokens == 9
+    assert idle.sessions == ((b"n", 2, 20.0),)
+    assert report(engine, 2.0).sessions == ()
+    assert report(engine, 2.0, full=True).sessions == ((b"n", 2, 19.0),)
+    engine.turn(21.0)
+    assert report(engine, 21.0).sessions == ((b"n", 0, 0.0),)
+
+
+class Counting(ShadowGroup):
+    plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> object:
+        self.plans.append(plan)
+        return super().launch(plan)
+
+
+def test_an_idle_engine_keeps_its_ranks_awake_and_says_how_long_it_may_sleep() -> None:
+    group = Counting(32, 4)
+    group.plans = []
+    engine = make(group, keepalive_s=2.0)
+    assert engine.turn(3.0) and not engine.turn(3.5)
+    assert engine.patience(3.5) == pytest.approx(1.5)
+    assert engine.turn(5.0)
+    assert [plan.rows for plan in group.plans] == [(), ()]
+    assert make().patience(0.0) is None
+
+
+def test_aborts_leave_exactly_one_end_and_no_blocks() -> None:
+    engine = make()
+    box = engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(output=50))
+    engine.turn(0.0)
+    engine.abort("r", 0)
+    engine.abort("r", 0)
+    engine.turn(0.0)
+    ends = [e.finish for m in iter(box.read, None) for e in m.events if e.finish]
+    assert ends == [Finish.ABORT]
+    assert report(engine, 0.0).pool.held == 0 and engine.idle
