@@ -279,6 +279,7 @@ class Engine:
         with self._lock:
             self._reports += 1
             accepted, voided = self._grants.news()
+            live = self._grants.live
             granted = dict(self._granted)
         scheduler, store = self._scheduler, self._scheduler.store
         sessions = store.sessions.changes(now)
@@ -293,6 +294,7 @@ class Engine:
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             accepted=accepted,
+            live=live,
             voided=voided,
             full=full,
             sessions=store.sessions.rows(now) if full else sessions,

@@ -48,6 +48,11 @@ class GrantBook:
                 _remember(self._void, grant)
             self._news[1].append(grant)
 
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Grants whose request has not ended."""
+        return tuple(self._live.values())
+
     def news(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(accepted, voided) since the last call."""
         accepted, voided = (tuple(grants) for grants in self._news)

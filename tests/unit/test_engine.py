@@ -49,8 +49,13 @@ def test_a_grant_is_good_once_and_never_after_it_was_voided() -> None:
     engine.obey(None, ["g1", "g9"])
     assert refused(engine, "i", request("third", grant="g9")) == errors.CODE_VOID
     first = report(engine, 0.0)
-    assert first.accepted == ("g1",) and first.voided == ("g9",), "an accepted grant is not acknowledged as void"
-    assert report(engine, 0.0).accepted == ()
+    assert first.accepted == ("g1",) and first.voided == ("g9",), "a grant in use is not acknowledged as void"
+    assert first.live == ("g1",) and report(engine, 0.0).accepted == ()
+    while not engine.idle:
+        engine.turn(0.0)
+    engine.obey(None, ["g1"])
+    last = report(engine, 0.0)
+    assert last.live == () and last.voided == ("g1",)
 
 
 def test_a_lapsed_lease_ends_the_requests_of_that_ingress_only() -> None:
