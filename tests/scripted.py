@@ -1,4 +1,4 @@
-"""An ingress without a cluster: a tiny tokenizer made on the spot, a Completer that follows a script, an ASGI client."""
+"""An ingress without a cluster: a tiny tokenizer made here, a Completer that follows a script, an ASGI client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from cluster.generation import GroupHealth, Generation, Health, ModelCard
+from cluster.generation import Generation, GroupHealth, Health, ModelCard
 from cluster.routes import build_app
 from cluster.template import ChatTemplate
 from cluster.text import Tokenizer
@@ -26,7 +26,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>"]
 CORPUS = ["the quick brown fox jumps over the lazy dog, then the dog sleeps. Über naïve 日本語 🙂🙃 12 34"] * 4
 
 
-def byte_level(vocabulary: int = 400) -> tokenizers.Tokenizer:
+def byte_level(vocabulary: int = 320) -> tokenizers.Tokenizer:
     """A byte-level BPE with some merges, ids 0-2 special."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,7 +46,7 @@ def tiny(template: str | None = CHATML, bos: str | None = None) -> Tokenizer:
 
 
 TINY = tiny()
-END = TINY.special_id("<|im_end|>")
+END = TINY.vocabulary.special_texts["<|im_end|>"]
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -151,14 +151,27 @@ def joined(stream: list[Any], index: int = 0) -> str:
 
 
 class Call:
-    """One request over bare ASGI, whose client can watch each write and leave."""
+    """One request over bare ASGI, whose client can watch each write and leave. `buffer` bounds the writes that wait for
+    the client, the one numbered `break_at` fails as on a broken socket; not `whole`: more of the body was announced."""
 
-    def __init__(self, app: FastAPI, path: str, body: bytes | list[bytes], headers: dict[str, str] | None = None) -> None:
-        pieces = [body] if isinstance(body, bytes) else body
-        self.read = 0
-        self.writes: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._pieces = pieces
+    def __init__(
+        self,
+        app: FastAPI,
+        path: str,
+        body: bytes | list[bytes],
+        headers: dict[str, str] | None = None,
+        *,
+        buffer: int = 0,
+        break_at: int | None = None,
+        whole: bool = True,
+    ) -> None:
+        self._pieces = [body] if isinstance(body, bytes) else body
+        self._whole = whole
+        self._break_at = break_at
         self._left = asyncio.Event()
+        self._sent = 0
+        self.read = 0
+        self.writes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(buffer)
         given = {"content-type": "application/json"} | (headers or {})
         scope = {
             "type": "http",
@@ -174,7 +187,7 @@ class Call:
             "client": ("127.0.0.1", 1),
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
         }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self.writes.put))
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     def leave(self) -> None:
         self._left.set()
@@ -185,13 +198,16 @@ class Call:
     async def write(self) -> bytes:
         return bytes((await self.writes.get())["body"])
 
+    async def _send(self, message: Any) -> None:
+        self._sent += 1
+        if self._sent == self._break_at:
+            raise OSError("the socket is closed")
+        await self.writes.put(message)
+
     async def _receive(self) -> dict[str, Any]:
         if self.read < len(self._pieces):
             self.read += 1
-            return {
-                "type": "http.request",
-                "body": self._pieces[self.read - 1],
-                "more_body": self.read < len(self._pieces),
-            }
+            more = self.read < len(self._pieces) or not self._whole
+            return {"type": "http.request", "body": self._pieces[self.read - 1], "more_body": more}
         await self._left.wait()
         return {"type": "http.disconnect"}

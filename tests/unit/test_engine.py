@@ -173,3 +173,15 @@ def test_aborts_leave_exactly_one_end_and_no_blocks() -> None:
     ends = [e.finish for m in iter(box.read, None) for e in m.events if e.finish]
     assert ends == [Finish.ABORT]
     assert report(engine, 0.0).pool.held == 0 and engine.idle
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sequence_advances_by_one_token_every_step_at_any_depth(depth: int) -> None:
+    engine = make(depth=depth)
+    engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(output=20))
+    turns = 0
+    while not engine.idle:
+        engine.turn(0.0)
+        turns += 1
+    assert turns <= 20 + depth

@@ -1,0 +1,207 @@
+"""OpenAI's answers as we give them: what the OpenAPI page says of a body, and the chunks of a stream.
+
+Chunks are ASCII (other characters as JSON escapes): a client that decodes them in the wrong character set, or splits
+lines at U+2028, still reads them whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from cluster.choice import Choice
+
+DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Reason(StrEnum):
+    """Why a text ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class CachedTokens(BaseModel):
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of the whole request, all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice]) -> Usage:
+        """What these choices have used so far."""
+        prompt = sum(len(choice.generation.prompt) for choice in choices)
+        output = sum(choice.output_tokens for choice in choices)
+        cached = CachedTokens(cached_tokens=sum(choice.cached for choice in choices))
+        return cls(
+            prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output, prompt_tokens_details=cached
+        )
+
+
+class CompletionChoice(BaseModel):
+    """The answer to one prompt."""
+
+    index: int
+    text: str
+    finish_reason: Reason | None
+    logprobs: None = None
+
+
+class Completion(BaseModel):
+    """The answer to a completion; also a stream's chunk."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+    @classmethod
+    def of(
+        cls, choices: Sequence[Choice], texts: Sequence[str], reasons: Sequence[str], id: str, created: int
+    ) -> Completion:
+        """The whole answer."""
+        made = [
+            CompletionChoice(index=choice.index, text=text, finish_reason=Reason(reason))
+            for choice, text, reason in zip(choices, texts, reasons, strict=True)
+        ]
+        return cls(id=id, created=created, model=choices[0].generation.model, choices=made, usage=Usage.of(choices))
+
+
+class AssistantMessage(BaseModel):
+    """The model's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """The answer to a chat."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: Reason
+    logprobs: None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer to a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+    @classmethod
+    def of(
+        cls, choices: Sequence[Choice], texts: Sequence[str], reasons: Sequence[str], id: str, created: int
+    ) -> ChatCompletion:
+        """The whole answer."""
+        made = [
+            ChatChoice(index=choice.index, message=AssistantMessage(content=text), finish_reason=Reason(reason))
+            for choice, text, reason in zip(choices, texts, reasons, strict=True)
+        ]
+        return cls(id=id, created=created, model=choices[0].generation.model, choices=made, usage=Usage.of(choices))
+
+
+class ChatDelta(BaseModel):
+    """What a chunk adds to the model's turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """A chunk's only choice."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: Reason | None
+    logprobs: None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class Chunks:
+    """Writes the server-sent events of one stream. `usage`: whether the client asked for it (then it is null until the
+    last chunk, as OpenAI has it)."""
+
+    kind = "text_completion"
+
+    def __init__(self, id: str, created: int, model: str, usage: bool) -> None:
+        self._head = {"id": id, "object": self.kind, "created": created, "model": model}
+        self._tail = {"usage": None} if usage else {}
+        self._usage = usage
+
+    def start(self, index: int) -> bytes:
+        """What precedes a choice's text."""
+        return b""
+
+    def text(self, index: int, text: str) -> bytes:
+        """More text of a choice."""
+        return self._choice({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """A choice's last chunk."""
+        return self._choice({"index": index, "text": "", "logprobs": None, "finish_reason": reason})
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """The stream's last events: the usage, if asked for, and the end mark."""
+        if not self._usage:
+            return DONE
+        return event(self._head | {"choices": [], "usage": Usage.of(choices).model_dump()}) + DONE
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return event({**self._head, "choices": [choice], **self._tail})
+
+
+class ChatChunks(Chunks):
+    """The same for a chat: the role comes first."""
+
+    kind = "chat.completion.chunk"
+
+    def start(self, index: int) -> bytes:
+        """The chunk that opens the assistant's turn."""
+        return self._delta(index, {"role": "assistant", "content": ""}, None)
+
+    def text(self, index: int, text: str) -> bytes:
+        """More text of a choice."""
+        return self._delta(index, {"content": text}, None)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """A choice's last chunk."""
+        return self._delta(index, {}, reason)
+
+    def _delta(self, index: int, delta: dict[str, str], reason: str | None) -> bytes:
+        return self._choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason})
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data).encode() + b"\n\n"

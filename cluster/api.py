@@ -1,0 +1,159 @@
+"""OpenAI's requests as we serve them: the fields, their types and ranges. The OpenAPI page is made of these models.
+
+Strict: "true" is no boolean and "1" no number; null means absent. Limits that depend on the model (context, pool,
+vocabulary) are checked where the model is known.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from cluster.stops import MAX_STOP_CHARS, MAX_STOPS
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_SESSION_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's own default for completions; a chat without `max_tokens` may fill the context."""
+
+Prompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """A prompt in each of its four forms, as one prompt per choice."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or a list of such lists")
+    if value and _ids(value):
+        value = [value]
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        problem = "is empty" if not value else f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken at once"
+        raise PydanticCustomError("prompt", "{problem}", {"problem": problem})
+    if not (all(isinstance(one, str) for one in value) or all(isinstance(one, list) and _ids(one) for one in value)):
+        message = "must hold strings only, or token ids (whole numbers) only, or lists of token ids only"
+        raise PydanticCustomError("prompt", message)
+    if not all(value):
+        raise PydanticCustomError("prompt", "holds an empty prompt")
+    return tuple(one if isinstance(one, str) else tuple(one) for one in value)
+
+
+def _ids(value: list[Any]) -> bool:
+    return set(map(type, value)) <= {int}
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return value
+
+
+class Frozen(BaseModel):
+    """Strict types, no assignment, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class StreamOptions(Frozen):
+    """`include_usage`: one more chunk before `[DONE]`, with the usage of the whole request."""
+
+    include_usage: bool | None = None
+
+
+class Sampled(Frozen):
+    """What completions and chats share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, description="The same as max_tokens.")] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, description="0 is greedy, 1 is off.")] | None = None
+    top_k: Annotated[int, Field(ge=-1, description="0 and -1 are off.")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, description="0 is off.")] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1, description="0 is a seed as any other.")] | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+            Field(max_length=MAX_STOPS, fail_fast=True),
+            BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    ignore_eos: Annotated[bool, Field(description="Generate on past the model's end-of-sequence token.")] | None = None
+    prompt_cache_key: (
+        Annotated[str, Field(max_length=MAX_SESSION_CHARS, description="Names the session, as x-session-id does.")]
+        | None
+    ) = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The output limit that the client set, by either name."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions. Several prompts give as many choices, `index` by prompt."""
+
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        PlainValidator(_prompts),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_PROMPTS},
+                    {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                        "maxItems": MAX_PROMPTS,
+                    },
+                ]
+            }
+        ),
+    ]
+
+
+class TextPart(Frozen):
+    """A piece of a message; the pieces are joined as they are."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Frozen):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        list[TextPart],
+        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+        BeforeValidator(_parts, json_schema_input_type=str | list[TextPart]),
+    ]
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+    def fields(self) -> dict[str, str]:
+        """What the chat template sees; a developer's turn is a system's, the name that templates know."""
+        role = "system" if self.role == "developer" else self.role
+        seen = {"role": role, "content": "".join(part.text for part in self.content)}
+        return seen if self.name is None else seen | {"name": self.name}
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions. The assistant's turn is always a new one, also after an assistant's message."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

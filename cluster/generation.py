@@ -1,0 +1,76 @@
+"""What the HTTP side and the cluster side of an ingress say to each other: one generation, its events, health, limits.
+
+Tokens only: text, JSON and HTTP stay above, groups and grants below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.plan import TokenEvent
+from workers.sequence import Priority, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One choice to generate. `id` is unique and ours, never the client's; `prompt` is not empty; `session` is the
+    client's own name for its conversation (a namespace is derived from it elsewhere), None when it gave none."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    model: str
+    session: str | None = None
+    tenant: str = "default"
+    priority: Priority = Priority.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHealth:
+    """One group as the ingress sees it: ready when it has generated a token and its steps advance with its work."""
+
+    group: str
+    ready: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a request sent now would be answered; if not, `reason` is one sentence for the operator."""
+
+    ready: bool
+    reason: str = ""
+    groups: tuple[GroupHealth, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What requests are checked against. `names` are those that clients may use, the canonical one first.
+
+    `max_model_len` is the context in tokens, prompt and output together. `pool_tokens` is the most tokens that one
+    request can ever hold in the cluster's largest pool, None while no group is up. `vocab_size` counts the model's
+    rows, padding included. `eos_ids` end a sequence unless the client asks to ignore them.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    pool_tokens: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    revision: str = ""
+
+
+class Completer(Protocol):
+    """The cluster, seen from a route."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one generation, the last with `finish`. Raises ApiError before the first event when refused.
+
+        Closing the generator, or cancelling the task that reads it, aborts the generation."""
+        ...
+
+    async def health(self) -> Health:
+        """Progress-based: ready means that tokens flow, or would."""
+        ...

@@ -1,0 +1,61 @@
+"""Whatever JSON a client puts into the fields: an answer or a 4xx in OpenAI's shape, never a 5xx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api import ChatRequest, CompletionRequest
+from cluster.fields import CHAT, COMPLETION, MESSAGE
+from tests.scripted import app_of, chat, complete, says
+
+APP = app_of(says("the fox", by=2))
+TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["tiny", "user", "text", "<|im_end|>", "fox"]))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=8,
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name", *MESSAGE]), VALUES, max_size=4), max_size=3
+)
+
+
+def bodies(fields: set[str], valid: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some fields with any value at all, some with one that is likely to be taken."""
+    wild = st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=3)
+    return st.builds(lambda one, other: one | other, st.fixed_dictionaries({}, optional=valid), wild)
+
+
+VALID: dict[str, st.SearchStrategy[Any]] = {
+    "stream": st.booleans(),
+    "max_tokens": st.integers(1, 600),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": st.lists(st.text("the fox", min_size=1, max_size=3), max_size=3),
+}
+PROMPTS = st.one_of(st.text(min_size=1, max_size=20), st.lists(st.integers(0, 319), min_size=1, max_size=9))
+
+
+def check_answer(answer: Any) -> None:
+    assert answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert error["message"] and error["type"] == "invalid_request_error"
+        assert not any(word in error["message"] for word in ("Traceback", "pydantic", "instance of"))
+
+
+@given(bodies({*CompletionRequest.model_fields, *COMPLETION}, VALID | {"prompt": PROMPTS}))
+@settings(max_examples=400, deadline=None)
+def test_no_completion_request_is_a_server_error(body: dict[str, Any]) -> None:
+    check_answer(complete(APP, **body))
+
+
+@given(bodies({*ChatRequest.model_fields, *CHAT}, VALID | {"messages": MESSAGES}))
+@settings(max_examples=400, deadline=None)
+def test_no_chat_request_is_a_server_error(body: dict[str, Any]) -> None:
+    check_answer(chat(APP, **body))
