@@ -1,0 +1,1 @@
+"""Many groups as one service: placement, requests, ingress."""

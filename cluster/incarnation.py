@@ -1,0 +1,182 @@
+"""Incarnation: the rank actors of one group from their start to their end. When one dies all do; another incarnation
+replaces them.
+
+Carries calls to ranks and watches them. Knows neither the coordinator nor Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors import NAMESPACE
+from cluster.bundles import Resources
+from cluster.cards import GroupCard, RankCard
+from workers.actors import RankActor
+from workers.plan import GroupDead, GroupReport, Limits
+from workers.rank import RankFacts
+from workers.settings import GroupSettings
+
+PLACE_S = 30.0
+"""A rank whose process has not come up after so long is given up."""
+STALL_S = 120.0
+"""A rank 0 that does not answer for a report within so long counts as dead: no step takes that long."""
+STOP_S = 10.0
+
+Say = Callable[[str], Awaitable[None]]
+
+
+class CannotStart(RuntimeError):
+    """The group did not come up; the message is for the operator."""
+
+
+class Incarnation:
+    """Use `start`. `name` is unique among incarnations, `card` what to tell the coordinator."""
+
+    def __init__(self, name: str, ranks: list[ActorHandle], facts: Sequence[RankFacts], card: GroupCard) -> None:
+        self.name = name
+        self.card = card
+        self.facts = tuple(facts)
+        self._ranks = ranks
+        calls = [ranks[0].drive.remote(), *(rank.follow.remote() for rank in ranks[1:])]
+        self._lives = [asyncio.wrap_future(call.future()) for call in calls]
+
+    @classmethod
+    async def start(
+        cls,
+        group: str,
+        name: str,
+        settings: GroupSettings,
+        place: PlacementGroup,
+        bundles: Sequence[Resources],
+        say: Say,
+    ) -> Incarnation:
+        """Bring up the ranks in `place` (rank r in bundle r + 1) until one real token has come out. Raises CannotStart,
+        and leaves no rank behind then."""
+        ranks = [_create(rank, name, settings, place, bundles[rank + 1]) for rank in range(len(bundles) - 1)]
+        try:
+            return await cls._bring_up(group, name, settings, ranks, say)
+        except BaseException as error:
+            _kill(ranks)
+            if isinstance(error, Exception) and not isinstance(error, CannotStart):
+                raise CannotStart(reason(error)) from error
+            raise
+
+    @classmethod
+    async def _bring_up(
+        cls, group: str, name: str, settings: GroupSettings, ranks: list[ActorHandle], say: Say
+    ) -> Incarnation:
+        await say("starting processes")
+        try:
+            await asyncio.wait_for(_all(rank.modules.remote(()) for rank in ranks), PLACE_S)
+        except TimeoutError:
+            raise CannotStart(f"the {len(ranks)} rank processes did not come up within {PLACE_S:.0f} s") from None
+        address = await ranks[0].open_store.remote() if len(ranks) > 1 else None
+        await say("loading weights")
+        facts: list[RankFacts] = await _all(rank.load.remote(address) for rank in ranks)
+        blocks = min(fact.blocks for fact in facts)
+        await say("allocating the KV pool")
+        await _all(rank.build.remote(blocks, group) for rank in ranks)
+        incarnation = cls(name, ranks, facts, _card(group, name, settings, facts, blocks))
+        await say("generating a first token")
+        await incarnation._warm_up()
+        return incarnation
+
+    async def _warm_up(self) -> None:
+        """The first token, or the reason why a rank died before it."""
+        token = asyncio.wrap_future(self._ranks[0].warm_up.remote().future())
+        await asyncio.wait([token, *self._lives], return_when=asyncio.FIRST_COMPLETED)
+        for life in self._lives:
+            if life.done():
+                raise CannotStart(reason(life.exception() or GroupDead("a rank stopped")))
+        token.result()
+
+    async def end(self) -> BaseException | None:
+        """Wait until a rank has ended; what it ended with, None after `stop`."""
+        done, _ = await asyncio.wait(self._lives, return_when=asyncio.FIRST_COMPLETED)
+        return next((life.exception() for life in done if life.exception()), None)
+
+    async def enter(self, epoch: int) -> None:
+        """The coordinator has given this incarnation `epoch`: it takes subscribers from now on."""
+        await self._ranks[0].enter.remote(epoch)
+
+    async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
+        """Pass on the coordinator's last reply and fetch the news. TimeoutError when steps no longer advance."""
+        return await asyncio.wait_for(self._ranks[0].report.remote(limits, tuple(void), full), STALL_S)
+
+    async def drain(self) -> bool:
+        """Refuse new requests; whether none is left."""
+        return bool(await self._ranks[0].drain.remote())
+
+    async def stop(self) -> None:
+        """Let the ranks end after the step they are in, then end their processes."""
+        await asyncio.wait(
+            [asyncio.ensure_future(_quietly(rank.stop.remote())) for rank in self._ranks], timeout=STOP_S
+        )
+        await asyncio.wait(self._lives, timeout=STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes now."""
+        for life in self._lives:
+            life.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: killing is no news
+        _kill(self._ranks)
+
+
+def reason(error: BaseException) -> str:
+    """What a failed call says, without Ray's traceback around it."""
+    cause = getattr(error, "cause", None)
+    inner = cause if isinstance(cause, BaseException) else error
+    return str(inner) if isinstance(inner, ValueError | RuntimeError) else f"{type(inner).__name__}: {inner}"
+
+
+def _create(rank: int, name: str, settings: GroupSettings, place: PlacementGroup, bundle: Resources) -> ActorHandle:
+    threads = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
+    actor: Any = RankActor
+    options = actor.options(
+        name=f"{name}-rank{rank}",
+        namespace=NAMESPACE,
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        memory=bundle.get("memory"),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank + 1),
+        runtime_env={"env_vars": threads},
+    )
+    return options.remote(rank, settings)
+
+
+def _card(group: str, name: str, settings: GroupSettings, facts: Sequence[RankFacts], blocks: int) -> GroupCard:
+    return GroupCard(
+        group=group,
+        models=settings.model_names,
+        address=f"{name}-rank0",
+        blocks=blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=facts[0].max_model_len,
+        ranks=tuple(
+            RankCard(fact.rank, fact.pid, fact.node, fact.threads, fact.device, fact.block_bytes * blocks)
+            for fact in facts
+        ),
+        revision=settings.revision,
+    )
+
+
+async def _all(calls: Any) -> list[Any]:
+    return await asyncio.gather(*calls)
+
+
+async def _quietly(call: Any) -> None:
+    await asyncio.gather(call, return_exceptions=True)
+
+
+def _kill(ranks: Sequence[ActorHandle]) -> None:
+    for rank in ranks:
+        ray.kill(rank)

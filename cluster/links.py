@@ -1,0 +1,173 @@
+"""The coordinator and a group's rank 0 over Ray, as `ports` describes them. They carry calls and translate failures;
+they decide nothing.
+
+A call that certainly did not and will not get through raises ConnectionError; a group that is gone for good raises
+GroupDead. Nothing here blocks the event loop: looking up an actor by its name is done in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayActorError
+
+from cluster.actors import NAMESPACE, CoordinatorMissing, find_coordinator, open_coordinator
+from cluster.cards import PROTOCOL, GroupCard, GroupState, Reply
+from cluster.grants import Ask, Grant, Outcome, Refusal
+from workers.actors import Refused
+from workers.errors import EngineRefused
+from workers.outbox import Message
+from workers.plan import GroupDead, GroupReport
+from workers.sequence import Request
+
+UNREAD_MESSAGES = 8
+"""Messages under way that a reader has not taken; beyond that the outbox merges."""
+
+
+class CoordinatorLink:
+    """The coordinator of one service and `config`. Found again by name when it was started anew; one of another config
+    is none of ours: a replica of an old deployment must not join the new one."""
+
+    def __init__(self, service: str, config: str, actor: ActorHandle) -> None:
+        self._service = service
+        self._config = config
+        self._actor: ActorHandle | None = actor
+
+    @classmethod
+    async def open(cls, service: str, config: str) -> CoordinatorLink:
+        """Connect to the coordinator of this very `config`; start it if there is none."""
+        return cls(service, config, await asyncio.to_thread(open_coordinator, service, config))
+
+    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Refusal, ...]:
+        """One answer per ask, in order."""
+        answer: tuple[Grant | Refusal, ...] = await self._call("place", asks)
+        return answer
+
+    async def settle(self, outcomes: tuple[Outcome, ...]) -> None:
+        """These grants have ended."""
+        await self._call("settle", outcomes)
+
+    async def withdraw(self, grants: tuple[str, ...]) -> None:
+        """These grants will not be used."""
+        await self._call("withdraw", grants)
+
+    async def groups(self) -> tuple[GroupState, ...]:
+        """All groups, whatever their standing."""
+        answer: tuple[GroupState, ...] = await self._call("groups")
+        return answer
+
+    async def secret(self) -> bytes:
+        """The key of the namespaces, where the operator gave none."""
+        answer: bytes = await self._call("secret")
+        return answer
+
+    async def join(self, card: GroupCard) -> int:
+        """A group that can take work; returns its epoch."""
+        answer: int = await self._call("join", card)
+        return answer
+
+    async def leave(self, group: str, epoch: int) -> None:
+        """A group takes nothing new any more."""
+        await self._call("leave", group, epoch)
+
+    async def report(self, report: GroupReport) -> Reply:
+        """A group's news."""
+        answer: Reply = await self._call("report", report)
+        return answer
+
+    async def notice(self, group: str, text: str, failed: bool) -> None:
+        """How far a group is, or why it did not come up."""
+        await self._call("notice", group, text, failed)
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            actor = self._actor or await self._find()
+            return await getattr(actor, method).remote(*arguments)
+        except (RayActorError, CoordinatorMissing) as error:
+            if isinstance(error, ActorDiedError):
+                self._actor = None
+            raise ConnectionError(f"the coordinator of {self._service} does not answer") from error
+
+    async def _find(self) -> ActorHandle:
+        actor = await asyncio.to_thread(find_coordinator, self._service)
+        if tuple(await actor.identity.remote()) != (PROTOCOL, self._config):
+            raise CoordinatorMissing(f"the coordinator of {self._service} belongs to another deployment")
+        self._actor = actor
+        return actor
+
+
+class EngineLink:
+    """Rank 0 of one incarnation, called `address`, for the ingress `ingress`."""
+
+    def __init__(self, address: str, ingress: str) -> None:
+        self._address = address
+        self._ingress = ingress
+        self._actor: ActorHandle | None = None
+
+    async def subscribe(self, acked: int | None) -> AsyncGenerator[Message, None]:
+        """Open the event stream, anew or behind message `acked`."""
+        rank = await self._rank()
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNREAD_MESSAGES}
+        stream = rank.events.options(**options).remote(self._ingress, acked)
+        first = await _translated(_next(stream))
+        if isinstance(first, Refused):
+            raise EngineRefused(first.code, first.message)
+        return _messages(stream)
+
+    async def submit(self, requests: tuple[Request, ...]) -> tuple[EngineRefused | None, ...]:
+        """Per request, in order: None when accepted."""
+        answers = await self._call("submit", self._ingress, requests)
+        return tuple(EngineRefused(answer.code, answer.message) if answer else None for answer in answers)
+
+    async def abort(self, keys: tuple[tuple[str, int], ...]) -> None:
+        """End these (request, attempt)."""
+        await self._call("abort", keys)
+
+    async def ack(self, number: int) -> None:
+        """Messages up to `number` have been handled."""
+        await self._call("ack", self._ingress, number)
+
+    async def renew(self) -> bool:
+        """Renew the lease; False when it has lapsed."""
+        return bool(await self._call("renew", self._ingress))
+
+    async def unsubscribe(self) -> None:
+        """This ingress needs the group no more."""
+        await self._call("unsubscribe", self._ingress)
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        rank = await self._rank()
+        return await _translated(getattr(rank, method).remote(*arguments))
+
+    async def _rank(self) -> ActorHandle:
+        if self._actor is None:
+            try:
+                self._actor = await asyncio.to_thread(ray.get_actor, self._address, NAMESPACE)
+            except ValueError:
+                raise GroupDead(f"{self._address} is gone") from None
+        return self._actor
+
+
+async def _next(stream: Any) -> Message | Refused:
+    return await (await anext(stream))
+
+
+async def _messages(stream: Any) -> AsyncGenerator[Message, None]:
+    while True:
+        try:
+            yield await _translated(_next(stream))
+        except StopAsyncIteration:
+            return
+
+
+async def _translated(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except ActorDiedError as error:
+        raise GroupDead("its rank 0 has died") from error
+    except RayActorError as error:
+        raise ConnectionError("rank 0 does not answer") from error

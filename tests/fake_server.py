@@ -1,0 +1,93 @@
+"""A small server that streams like OpenAI's, and misbehaves on request: what benchmarks and questions are tested on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+TOKENS = ("a", "b", "c", "d")
+
+
+@dataclass
+class FakeServer:
+    """`trouble` is None, "status", "error event", "cut" or "no usage"; `pause_s` lies between chunks; `asked` are the
+    bodies, `sessions` the x-session-id headers, `at_once` the most requests that were running together."""
+
+    trouble: str | None = None
+    pause_s: float = 0.0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[str | None] = field(default_factory=list)
+    running: int = 0
+    at_once: int = 0
+    url: str = ""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __enter__(self) -> FakeServer:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
+        self._thread.start()
+        assert ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "stand-in"}]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        self.sessions.append(request.headers.get("x-session-id"))
+        if self.trouble == "status":
+            return web.json_response({"error": {"message": "full", "type": "overloaded", "code": "full"}}, status=503)
+        self.running += 1
+        self.at_once = max(self.at_once, self.running)
+        try:
+            return await self._stream(request, body)
+        finally:
+            self.running -= 1
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        is_chat = "messages" in body
+        for text in TOKENS:
+            await asyncio.sleep(self.pause_s)
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+            choice |= {"delta": {"content": text}} if is_chat else {"text": text}
+            await self._send(response, {"choices": [choice]})
+        if self.trouble == "cut":
+            return response
+        if self.trouble == "error event":
+            await self._send(response, {"error": {"message": "group died"}})
+            return response
+        if self.trouble != "no usage":
+            usage = {"prompt_tokens": 10, "completion_tokens": 8, "prompt_tokens_details": {"cached_tokens": 3}}
+            await self._send(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

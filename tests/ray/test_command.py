@@ -1,0 +1,116 @@
+"""`tidegate serve` as a person runs it: up, asked, interrupted; and nothing of it is left. Minutes: with --all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.ray.stage import eventually, free_port
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def serving(tmp_path: Path, tiny_model: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`tidegate serve` in a session of its own, with its temporary folder and cache below `tmp_path`."""
+    port = free_port()
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {tiny_model}\nserved_model_names: tiny\ndevice: cpu\ndtype: fp32\nthreads: 1\nport: {port}\n"
+        "kv_memory: 16MiB\nmax_model_len: 4096\ndrain_s: 5\n"
+    )
+    (tmp_path / "t").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "t"), "TIDEGATE_CACHE": str(tmp_path / "cache")}
+    environment.pop("RAY_AUTH_MODE", None)
+    command = [sys.executable, "-m", "deploy", "serve", "--config", str(config), *more]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process, port
+        finally:
+            process.kill()
+
+
+def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def assert_nothing_left(tmp_path: Path, started: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(started, timeout=15)
+    assert not alive
+    assert not list((tmp_path / "t").glob("tidegate-*"))
+    assert not list((tmp_path / "cache" / "run").glob("*.json"))
+
+
+def test_a_service_answers_shows_its_status_and_ends_without_a_trace(tmp_path: Path, tiny_model: Path) -> None:
+    with serving(tmp_path, tiny_model) as (process, port):
+        eventually(lambda: is_up(port), 180)
+        eventually(lambda: list((tmp_path / "cache" / "run").glob("*.json")), 20)
+        started = below(process)
+        environment = {**os.environ, "TIDEGATE_CACHE": str(tmp_path / "cache")}
+        environment.pop("RAY_AUTH_MODE", None)
+        command = [sys.executable, "-m", "deploy", "status", "--json"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["url"] == f"http://127.0.0.1:{port}"
+        assert [group["state"] for group in found["groups"]] == ["up"]
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data:")
+            os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to everything on the terminal
+            assert process.wait(60) in (0, 130)
+        assert_nothing_left(tmp_path, started)
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing_either(tmp_path: Path, tiny_model: Path) -> None:
+    with serving(tmp_path, tiny_model) as (process, _):
+        eventually(lambda: any("ServeReplica" in " ".join(child.cmdline()) for child in below(process)), 120)
+        started = below(process)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+        assert_nothing_left(tmp_path, started)
+
+
+def test_a_killed_launcher_takes_its_ray_with_it(tmp_path: Path, tiny_model: Path) -> None:
+    with serving(tmp_path, tiny_model) as (process, port):
+        eventually(lambda: is_up(port), 180)
+        started = below(process)
+        process.kill()
+        _, alive = psutil.wait_procs(started, timeout=30)
+        assert not alive
+
+
+def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path, tiny_model: Path) -> None:
+    port = free_port()
+    with httpx.Client(), __import__("socket").create_server(("127.0.0.1", port)):
+        with serving(tmp_path, tiny_model, "--port", str(port)) as (process, _):
+            assert process.wait(60) == 1
+            assert process.stdout is not None and f"cannot listen on 127.0.0.1:{port}" in process.stdout.read()
+        assert not list((tmp_path / "t").iterdir())

@@ -1,0 +1,248 @@
+"""An ingress in the simulation: request machines, one stream per group, and a network in between that loses things."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cluster import moves
+from cluster.grants import Grant
+from cluster.requests import RequestMachine
+from workers.errors import CODE_NO_LEASE, EngineRefused
+from workers.outbox import Message, Outbox
+from workers.plan import Finish, GroupDead
+
+if TYPE_CHECKING:
+    from tests.simulation import SimulatedGroup, World
+
+
+@dataclass(eq=False)
+class Job:
+    machine: RequestMachine
+    expected: tuple[tuple[int, ...], Finish]
+    output: list[int] = field(default_factory=list)
+    ended: bool = False
+    alarm: float | None = None
+
+
+class Stream:
+    """The event stream from one incarnation of a group. Messages arrive in order; a break loses those on the way."""
+
+    def __init__(self, ingress: SimulatedIngress, group: SimulatedGroup) -> None:
+        self.ingress, self.group, self.world = ingress, group, ingress.world
+        self.life = 0
+        self.handled = 0
+        self.lost = False
+        self.next_arrival = 0.0
+        self.outbox: Outbox = group.engine.subscribe(ingress.name, self._waker(0), self.world.now)
+        self.world.after(0.5, self.renew)
+
+    def _waker(self, life: int) -> Any:
+        def wake() -> None:
+            self.world.after(0.0005, lambda: self.pull(life))
+
+        return wake
+
+    def pull(self, life: int) -> None:
+        """Group side: send what is unread; an outbox that is closed ends the stream."""
+        if life != self.life or self.lost or self.ingress.dead:
+            return
+        message = self.outbox.read()
+        if message is not None:
+            self.next_arrival = max(self.next_arrival, self.world.now + self.world.delay())
+            self.world.after(self.next_arrival - self.world.now, lambda: self.take(life, message))
+        elif self.outbox.closed:
+            self.world.after(max(0.001, self.next_arrival - self.world.now), lambda: self.reconnect(life))
+
+    def take(self, life: int, message: Message) -> None:
+        """Ingress side."""
+        if life != self.life or self.lost or self.ingress.dead:
+            return
+        self.handled = message.number
+        for event in message.events:
+            self.ingress.feed_by_name(event.request, moves.Arrived(message.epoch, event))
+        if self.outbox.closed:
+            self._waker(life)()
+        if self.world.chance.random() < 0.3 and not self.group.dead:
+            number = self.handled
+            engine = self.group.engine
+            self.world.call(lambda: engine.ack(self.ingress.name, number), lambda _: None, lambda: None)
+
+    def break_off(self) -> None:
+        life = self.life
+        self.world.after(self.world.chance.uniform(0.0, 0.3), lambda: self.reconnect(life))
+
+    def reconnect(self, life: int) -> None:
+        if life != self.life or self.lost or self.ingress.dead:
+            return
+        self.life += 1
+        self.next_arrival = 0.0
+        if self.group.dead:
+            self.lose(gone=True)
+            return
+        try:
+            waker = self._waker(self.life)
+            self.outbox = self.group.engine.resubscribe(self.ingress.name, self.handled, waker, self.world.now)
+        except EngineRefused:
+            self.lose(gone=False)
+
+    def renew(self) -> None:
+        if self.lost or self.ingress.dead or self.group.dead:
+            return
+        engine = self.group.engine
+        self.world.call(
+            lambda: engine.renew(self.ingress.name, self.world.now),
+            lambda alive: None if alive else self.lose(gone=False),
+            lambda: None,
+        )
+        self.world.after(1.0, self.renew)
+
+    def lose(self, gone: bool) -> None:
+        if self.lost or self.ingress.dead:
+            return
+        self.lost = True
+        self.ingress.drop_stream(self, gone)
+
+
+class SimulatedIngress:
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.dead = False
+        self.jobs: dict[str, Job] = {}
+        self.streams: dict[str, Stream] = {}
+
+    # -- machines -----------------------------------------------------------------------------------------------------
+
+    def start(self, machine: RequestMachine, expected: tuple[tuple[int, ...], Finish]) -> None:
+        job = self.jobs[machine.work.id] = Job(machine, expected)
+        self.feed(job, moves.Started())
+
+    def leave(self, name: str) -> None:
+        self.feed_by_name(name, moves.Cancelled())
+
+    def feed_by_name(self, name: str, event: moves.Event) -> None:
+        if name in self.jobs:
+            self.feed(self.jobs[name], event)
+
+    def feed(self, job: Job, event: moves.Event) -> None:
+        if self.dead:
+            return
+        for action in job.machine.on_event(event, self.world.now):
+            self.perform(job, action)
+
+    def die(self) -> None:
+        self.dead = True
+        self.world.lost_with_ingress |= set(self.jobs)
+        self.jobs.clear()
+
+    def perform(self, job: Job, action: moves.Action) -> None:
+        match action:
+            case moves.Emit(event):
+                self.show(job, event.index, event.tokens)
+            case moves.End():
+                self.end(job, action)
+            case moves.Place():
+                self.place(job, action)
+            case moves.Submit(grant, request):
+                self.submit(job, grant, request)
+            case moves.Abort(grant):
+                self.abort(grant)
+            case moves.Settle(outcome):
+                self.close(outcome.grant, lambda: self.world.coordinator.settle([outcome], self.world.now))
+            case moves.Withdraw(name):
+                self.close(name, lambda: self.world.coordinator.withdraw([name], self.world.now))
+            case moves.Wake(at):
+                job.alarm = at
+                if at is not None:
+                    self.world.after(at - self.world.now, lambda: self.ring(job, at))
+
+    def ring(self, job: Job, at: float) -> None:
+        if job.alarm == at:
+            self.feed(job, moves.Ticked())
+
+    def show(self, job: Job, index: int, tokens: tuple[int, ...]) -> None:
+        assert not job.ended and index == len(job.output), f"seed {self.world.seed}: {job.machine.work.id}"
+        job.output += tokens
+        expected = job.expected[0][: len(job.output)]
+        assert tuple(job.output) == expected, f"seed {self.world.seed}: {job.machine.work.id} got wrong tokens"
+
+    def end(self, job: Job, end: moves.End) -> None:
+        from tests.simulation import FINISHED, end_name
+
+        name = job.machine.work.id
+        assert name not in self.world.ends, f"seed {self.world.seed}: {name} ended twice"
+        if end.event is not None:
+            self.show(job, end.event.index, end.event.tokens)
+        job.ended = True
+        how = self.world.ends[name] = end_name(end)
+        if how in FINISHED:
+            assert (tuple(job.output), how) == (job.expected[0], job.expected[1].value), f"seed {self.world.seed}"
+        del self.jobs[name]
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def place(self, job: Job, place: moves.Place) -> None:
+        world, ask = self.world, place.ask
+
+        def work() -> object:
+            (answer,) = world.coordinator.place([ask], world.now)
+            if isinstance(answer, Grant):
+                world.note_grant(world.coordinator_life, answer)
+            return answer
+
+        def lost() -> None:
+            self.feed(job, moves.AskLost(ask.attempt))
+
+        world.call(work, lambda answer: self.feed(job, moves.Placed(answer)), lost, coordinator=True)  # type: ignore[arg-type]
+
+    def close(self, grant: str, work: Any) -> None:
+        assert grant not in self.world.closed, f"seed {self.world.seed}: grant {grant} closed twice"
+        self.world.closed.add(grant)
+        self.insist(work, 5)
+
+    def insist(self, work: Any, tries: int) -> None:
+        if tries and not self.dead:
+            self.world.call(work, lambda _: None, lambda: self.insist(work, tries - 1), coordinator=True)
+
+    def submit(self, job: Job, grant: Grant, request: Any) -> None:
+        group = self.world.groups[grant.address]
+        if group.dead:
+            self.world.after(0.005, lambda: self.feed(job, moves.GroupLost(grant.group, grant.epoch, True)))
+            return
+        if grant.address not in self.streams:
+            self.streams[grant.address] = Stream(self, group)
+
+        def answer(result: object) -> None:
+            if isinstance(result, EngineRefused):
+                self.feed(job, moves.Rejected(request.attempt, result.code, result.message))
+                if result.code == CODE_NO_LEASE and grant.address in self.streams:
+                    self.streams[grant.address].lose(gone=False)
+            elif isinstance(result, GroupDead):
+                self.feed(job, moves.GroupLost(grant.group, grant.epoch, True))
+            else:
+                self.feed(job, moves.Submitted(request.attempt))
+
+        def lost() -> None:
+            self.feed(job, moves.SubmitLost(request.attempt))
+
+        self.world.call(lambda: self.world.submit(group, self.name, request), answer, lost)
+
+    def abort(self, grant: Grant) -> None:
+        group = self.world.groups[grant.address]
+        if group.dead:
+            return
+
+        def work() -> None:
+            group.engine.abort(grant.request, grant.attempt)
+            group.poke()
+
+        self.world.call(work, lambda _: None, lambda: None)
+
+    def drop_stream(self, stream: Stream, gone: bool) -> None:
+        address = stream.group.address
+        if self.streams.get(address) is stream:
+            del self.streams[address]
+        for job in tuple(self.jobs.values()):
+            current = job.machine.current
+            if current is not None and current.grant.address == address:
+                self.feed(job, moves.GroupLost(current.grant.group, current.grant.epoch, gone))

@@ -1,0 +1,236 @@
+"""The operator's config: what is accepted, what is refused, and that a refusal says where and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.config import ClusterConfig, ConfigError, Environment, child_environment, is_loopback, load
+from deploy.machine import physical_cores, port_fault
+from deploy.sizes import format_size, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to_file(text: str) -> Path:
+        path = tmp_path / "service.yaml"
+        path.write_text(text)
+        return path
+
+    return to_file
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("72MiB", 75_497_472), ("1.5GiB", 1_610_612_736), ("2 GB", 2_000_000_000), ("512kib", 524_288), (4096, 4096)],
+)
+def test_sizes_are_read(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["72", "72 Mib s", "MiB", "-1MiB", "1e3MiB", "0MiB", "12parsec", "", 0, -5, True, 1.5, None]
+)
+def test_sizes_that_are_none_are_refused(text: object) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert [format_size(n) for n in (512, 75_497_472, 3 * 2**40)] == ["512 B", "72.0 MiB", "3.0 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("kv_memory: 72Mb5", ["kv_memory", "72MiB"]),
+        ("kv_memroy: 72MiB", ["unknown key", "did you mean kv_memory?"]),
+        ("tensor_parallel_size: 0", ["tensor_parallel_size", "greater than or equal to 1"]),
+        ("tensor_parallel_size: true", ["tensor_parallel_size", "valid integer"]),
+        ("tensor_parallel_size: two", ["tensor_parallel_size", "'two'"]),
+        ("block_size: 48", ["block_size", "16, 32, 64, 128", "48"]),
+        ("block_size: 256", ["block_size", "256"]),
+        ("host: 0.0.0.0", ["host", "allow_remote: true"]),
+        ("port: 70000", ["port", "65535"]),
+        ("dtype: int8", ["dtype", "'int8' is not supported", "auto, bf16, fp16, fp32"]),
+        ("kv_precision: fp8_e4m3", ["kv_precision", "'fp8_e4m3' is not supported", "fp32"]),
+        ("gpu_memory_utilization: 1.2", ["gpu_memory_utilization", "less than or equal to 1"]),
+        ("gpu_memory_utilization: .nan", ["gpu_memory_utilization"]),
+        ("overlap: 3", ["overlap", "less than or equal to 2"]),
+        ("prefix_cache: perhaps", ["prefix_cache", "'perhaps'"]),
+        ("max_num_batched_tokens: 16", ["max_num_batched_tokens", "block_size (32)", "16"]),
+        ("max_num_seqs: 1000", ["max_num_batched_tokens", "max_num_seqs (1000)", "512"]),
+        ("served_model_names: [a, b, a]", ["served_model_names", "twice"]),
+        ("cache_scope: global", ["cache_scope", "'tenant'"]),
+        ("model: ''", ["model", "at least 1 character"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_line_path_and_hint(write, line: str, says: list[str]) -> None:
+    path = write(f"# a comment\n{line}\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    message = str(refused.value)
+    assert all(part in message for part in says), message
+    if not line.startswith("max_num_seqs"):  # that one shows in a key that the file leaves out
+        assert message.startswith(f"{path}:2: ")
+
+
+def test_every_fault_is_told_at_once(write) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(write("overlap: 9\nport: 0\nunheard_of: 1\n"))
+    assert len(str(refused.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: x\n  port: [\n", ":2: not valid YAML"),
+        ("- a\n- b\n", ":1: expected"),
+        ("port: 1\nmodel: x\nport: 2\n", ":3: port stands here a second time; it was set on line 1"),
+        ("model: !!python/object:os.system x\n", ":1: not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused_with_its_line(write, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("!", "")):
+        load(write(text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_an_option_goes_before_the_file_and_is_blamed_by_its_own_name(write) -> None:
+    path = write("port: 9000\ngroups: 2\n")
+    config = load(path, {"port": 9001, "groups": None})
+    assert (config.port, config.groups) == (9001, 2)
+    with pytest.raises(ConfigError, match=r"^--kv-memory: kv_memory: not a size"):
+        load(path, {"kv_memory": "much"})
+
+
+def test_an_empty_file_is_the_defaults(write) -> None:
+    assert load(write("")) == load(None) == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("on", True), ("off", False), ("'off'", False), ("'on'", True), ("true", True)]
+)
+def test_the_prefix_cache_is_switched_by_on_and_off(write, text: str, value: bool) -> None:
+    assert load(write(f"prefix_cache: {text}\n")).prefix_cache is value
+
+
+def test_long_dtype_names_mean_the_same(write) -> None:
+    config = load(write("dtype: bfloat16\nkv_precision: float32\n"))
+    assert (config.dtype, config.kv_precision) == ("bf16", "fp32")
+
+
+def test_a_remote_host_is_allowed_when_asked_for(write) -> None:
+    assert load(write("host: 0.0.0.0\nallow_remote: true\n")).host == "0.0.0.0"
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.1.2.3", "::1", "localhost", "0.0.0.0", "::", "example")] == [
+        *[True] * 4,
+        *[False] * 3,
+    ]
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError):
+        ClusterConfig().port = 1  # type: ignore[misc]
+
+
+def test_names_default_to_the_models_own(tmp_path: Path) -> None:
+    assert ClusterConfig().names == ("smollm2-135m",)
+    assert ClusterConfig(model="org/name").names == ("org/name",)
+    assert ClusterConfig(model=str(tmp_path / "mine")).names == ("mine",)
+    assert load(None, {"served_model_names": "x"}).names == ("x",)
+
+
+def test_group_settings_share_memory_and_cores_between_ranks() -> None:
+    config = load(None, {"groups": 2, "tensor_parallel_size": 2, "kv_memory": "72MiB", "prefix_cache": False})
+    cpu = config.group_settings(Path("/m"), "r", device="cpu", cores=9)
+    assert (cpu.threads, cpu.memory_fraction, cpu.kv_memory) == (2, 0.25 / 4, 72 * 2**20)
+    assert (cpu.model_dir, cpu.model_names, cpu.revision, cpu.prefix_cache) == ("/m", ("smollm2-135m",), "r", False)
+    gpu = config.group_settings(Path("/m"), "r", device="cuda", cores=9)
+    assert (gpu.threads, gpu.memory_fraction) == (1, 0.9)
+    assert config.group_settings(Path("/m"), "r", device="cpu", cores=1).threads == 1
+    assert load(None, {"threads": 5}).group_settings(Path("/m"), "r", device="cuda", cores=1).threads == 5
+
+
+def test_every_group_setting_comes_from_a_key() -> None:
+    """A key that is set must arrive: change each one that a group knows and look at what it is told."""
+    changed = {
+        "dtype": "fp32",
+        "kv_precision": "fp16",
+        "block_size": 64,
+        "kv_memory": 2**20,
+        "max_model_len": 77,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 640,
+        "prefix_cache": False,
+        "session_ttl_s": 1.5,
+        "overlap": 2,
+        "tensor_parallel_size": 3,
+        "threads": 4,
+    }
+    settings = ClusterConfig(**changed).group_settings(Path("/m"), "", device="cpu", cores=1)
+    assert {key: getattr(settings, key) for key in changed} == changed
+
+
+def test_the_secret_is_named_never_held(tmp_path: Path) -> None:
+    outside = Environment(tmp_path, namespace_secret_file="/from/env")
+    assert ClusterConfig().ingress_settings(tmp_path, "r", outside).secret_file == "/from/env"
+    config = ClusterConfig(namespace_secret_file="/from/file")
+    assert config.ingress_settings(tmp_path, "r", outside).secret_file == "/from/file"
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    assert Environment.read({"TIDEGATE_CACHE": "/c", "TIDEGATE_NAMESPACE_SECRET_FILE": "/s"}) == Environment(
+        Path("/c"), "/s"
+    )
+    assert Environment.read({}).cache == Path("~/.cache/tidegate").expanduser()
+    assert child_environment(TIDEGATE_X="1")["TIDEGATE_X"] == "1"
+
+
+def test_the_shipped_configs_are_valid() -> None:
+    cpu = load(ROOT / "deploy" / "configs" / "cpu.yaml")
+    assert (cpu.device, cpu.host, cpu.port) == ("cpu", "127.0.0.1", 8000)
+    serve = yaml.safe_load((ROOT / "deploy" / "configs" / "serve.yaml").read_text())
+    (application,) = serve["applications"]
+    assert application["import_path"] == "deploy.app:build"
+    assert ClusterConfig.model_validate(application["args"]).model == "smollm2-135m"
+    assert is_loopback(serve["http_options"]["host"])
+
+
+def test_the_serve_config_passes_serves_own_schema() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "deploy" / "configs" / "serve.yaml").read_text()))
+
+
+def test_cores_count_once_per_core_and_within_the_quota(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert physical_cores(range(4), tmp_path, tmp_path) == 2
+    assert physical_cores([1, 3], tmp_path, tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert physical_cores(range(4), tmp_path, tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert physical_cores(range(4), tmp_path, tmp_path) == 2
+    assert physical_cores() >= 1
+
+
+def test_a_taken_port_is_told() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        fault = port_fault("127.0.0.1", port)
+        assert fault and f"127.0.0.1:{port}" in fault and "--port" in fault
+    assert port_fault("127.0.0.1", port) is None

@@ -1,0 +1,333 @@
+"""The coordinator: registry, epochs, grants; pure, so every case is a few calls with a `now`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.cards import GroupCard, Standing
+from cluster.coordinator import Coordinator
+from cluster.experience import Experience
+from cluster.grants import Ask, Grant, Outcome, Refusal
+from cluster.placement import Bounds
+from kvstore.store import PoolReport
+from workers.plan import Finish, GroupReport
+
+
+def card(name: str = "a", **changes: object) -> GroupCard:
+    plain = GroupCard(
+        name,
+        ("m",),
+        f"at-{name}",
+        blocks=10,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def ask(request: str = "r", attempt: int = 0, prompt: int = 16, most: int = 16, **changes: object) -> Ask:
+    return replace(Ask(request, attempt, "m", b"n", prompt, most), **changes)  # type: ignore[arg-type]
+
+
+def report(epoch: int = 1, sequence: int = 1, group: str = "a", **changes: object) -> GroupReport:
+    plain = GroupReport(group, epoch, sequence, sequence, PoolReport(10, 10, 0, 0, 0, 16), 0, 0, 0, 0, live=())
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def placed(coordinator: Coordinator, one: Ask, now: float = 0.0) -> Grant:
+    (answer,) = coordinator.place([one], now)
+    assert isinstance(answer, Grant), answer
+    return answer
+
+
+def refused(coordinator: Coordinator, one: Ask, now: float = 0.0) -> Refusal:
+    (answer,) = coordinator.place([one], now)
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+def committed(coordinator: Coordinator, now: float = 0.0) -> int:
+    return sum(state.committed for state in coordinator.groups(now))
+
+
+def outcome(grant: Grant, finish: Finish = Finish.LENGTH, output: int = 16) -> Outcome:
+    return Outcome(grant.id, finish, 16, 0, output)
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    made = Coordinator(bounds=Bounds(queue_requests=2, queue_tokens=64))
+    made.join(card(), 0.0)
+    return made
+
+
+def test_a_grant_reserves_prompt_and_expected_output_and_settling_gives_it_back(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask())
+    assert (grant.group, grant.epoch, grant.address, grant.blocks) == ("a", 1, "at-a", 2)
+    assert committed(coordinator) == 2
+    coordinator.settle([outcome(grant)], 1.0)
+    assert committed(coordinator) == 0
+
+
+def test_the_same_ask_gets_the_same_grant_again_with_the_time_that_is_left(coordinator: Coordinator) -> None:
+    first = placed(coordinator, ask(), 0.0)
+    again = placed(coordinator, ask(), 2.0)
+    assert again.id == first.id
+    assert again.expires_s == first.expires_s - 2.0
+    assert committed(coordinator) == 2
+
+
+def test_a_late_copy_of_an_ask_is_not_granted_again_after_its_end(coordinator: Coordinator) -> None:
+    coordinator.settle([outcome(placed(coordinator, ask()))], 1.0)
+    assert refused(coordinator, ask(), 2.0).code == "stale_attempt"
+    assert refused(coordinator, ask(), 2.0).retry_after is None
+
+
+def test_a_newer_attempt_makes_the_older_grant_void(coordinator: Coordinator) -> None:
+    first = placed(coordinator, ask())
+    second = placed(coordinator, ask(attempt=1))
+    assert second.id != first.id
+    assert coordinator.report(report(), 1.0).void == (first.id,)
+    assert refused(coordinator, ask(attempt=0), 1.0).code == "stale_attempt"
+
+
+def test_a_batch_is_answered_in_order_and_goes_to_the_least_committed_group() -> None:
+    coordinator = Coordinator()
+    coordinator.join(card("a"), 0.0)
+    coordinator.join(card("b", blocks=20, max_num_seqs=8), 0.0)
+    answers = coordinator.place([ask(str(n)) for n in range(6)], 0.0)
+    assert [answer.request for answer in answers] == [str(n) for n in range(6)]
+    groups = [answer.group for answer in answers if isinstance(answer, Grant)]
+    assert groups.count("b") == 4 and groups.count("a") == 2, groups
+
+
+def test_a_grant_that_nobody_takes_is_void_until_the_group_acknowledges(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    assert coordinator.report(report(sequence=1), 4.0).void == ()
+    assert coordinator.report(report(sequence=2), 5.0).void == (grant.id,)
+    assert coordinator.report(report(sequence=3), 6.0).void == (grant.id,), "named until it is acknowledged"
+    assert committed(coordinator, 6.0) == 2, "only the acknowledgement gives the blocks back"
+    assert refused(coordinator, ask(), 6.0).code == "stale_attempt"
+    assert coordinator.report(report(sequence=4, voided=(grant.id,)), 7.0).void == ()
+    assert committed(coordinator, 7.0) == 0
+
+
+def test_an_accepted_grant_does_not_expire(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.report(report(accepted=(grant.id,), live=(grant.id,), committed=2, running=1), 1.0)
+    assert coordinator.report(report(sequence=2, live=(grant.id,), committed=2, running=1), 30.0).void == ()
+    assert committed(coordinator, 30.0) == 2
+
+
+def test_an_expired_grant_that_turns_out_to_run_is_good_again(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    assert coordinator.report(report(), 6.0).void == (grant.id,)
+    reply = coordinator.report(report(sequence=2, accepted=(grant.id,), live=(grant.id,), committed=2, running=1), 7.0)
+    assert reply.void == ()
+    coordinator.settle([outcome(grant)], 8.0)
+    assert committed(coordinator, 8.0) == 0
+
+
+def test_a_withdrawn_grant_stays_void_while_its_request_runs(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.withdraw([grant.id], 0.5)
+    live = report(accepted=(grant.id,), live=(grant.id,), committed=2, running=1)
+    assert coordinator.report(live, 1.0).void == (grant.id,)
+    assert committed(coordinator, 1.0) == 2
+    assert coordinator.report(report(sequence=2), 2.0).void == (), "it was seen to run and runs no more"
+    assert committed(coordinator, 2.0) == 0
+
+
+def test_an_aborted_grant_gives_its_blocks_back_when_the_group_says_so(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.settle([outcome(grant, Finish.ABORT)], 1.0)
+    assert committed(coordinator, 1.0) == 2
+    coordinator.report(report(accepted=(grant.id,)), 2.0)
+    assert committed(coordinator, 2.0) == 0
+
+
+def test_what_ended_without_its_ingress_is_found_by_the_report(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.report(report(accepted=(grant.id,), live=(grant.id,), committed=2, running=1), 1.0)
+    coordinator.report(report(sequence=2), 2.0)
+    assert committed(coordinator, 2.0) == 0
+
+
+def test_growth_beyond_the_grant_and_unknown_requests_count_as_committed(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.report(report(accepted=(grant.id,), live=(grant.id, "older"), committed=7, running=2), 1.0)
+    assert committed(coordinator, 1.0) == 7
+    coordinator.settle([outcome(grant)], 1.5)
+    coordinator.report(report(sequence=2), 2.0)
+    assert committed(coordinator, 2.0) == 0
+
+
+def test_blocks_that_sequences_share_count_once_and_do_not_vanish_with_the_first_to_end(
+    coordinator: Coordinator,
+) -> None:
+    one, two = placed(coordinator, ask("1", prompt=64)), placed(coordinator, ask("2", prompt=64))
+    assert committed(coordinator) == 10
+    ids = (one.id, two.id)
+    coordinator.report(report(accepted=ids, live=ids, committed=6, running=2), 1.0)
+    assert committed(coordinator, 1.0) == 6
+    coordinator.settle([outcome(one)], 1.5)
+    assert committed(coordinator, 1.5) == 5, "the other still holds the shared four, and its own one"
+    coordinator.settle([outcome(two)], 1.6)
+    coordinator.report(report(sequence=2), 2.0)
+    assert committed(coordinator, 2.0) == 0
+
+
+def test_an_older_report_counts_for_nothing(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.report(report(sequence=5, accepted=(grant.id,), live=(grant.id,), committed=2, running=1), 1.0)
+    coordinator.report(report(sequence=4), 1.1)
+    assert committed(coordinator, 1.1) == 2
+
+
+def test_a_full_group_takes_a_bounded_queue_and_then_refuses_with_the_measured_wait(coordinator: Coordinator) -> None:
+    grants = [placed(coordinator, ask(str(n))) for n in range(6)]
+    refusal = refused(coordinator, ask("6"))
+    assert (refusal.code, refusal.retry_after) == ("cluster_full", 5.0), "nothing has drained yet"
+    coordinator.settle([outcome(grant) for grant in grants[:2]], 1.0)
+    assert placed(coordinator, ask("6"), 1.0) and placed(coordinator, ask("7"), 1.0)
+    later = refused(coordinator, ask("8"), 1.0)
+    assert later.retry_after is not None and later.retry_after == pytest.approx(32 / 6.4, rel=0.01)
+
+
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    coordinator = Coordinator(bounds=Bounds(queue_requests=100, queue_tokens=64))
+    coordinator.join(card(max_num_seqs=100), 0.0)
+    assert len([placed(coordinator, ask(str(n))) for n in range(7)]) == 7
+    assert refused(coordinator, ask("7")).code == "cluster_full"
+    assert placed(coordinator, ask("7", replay=True)), "a replay is exempt"
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(coordinator: Coordinator) -> None:
+    refusal = refused(coordinator, ask(prompt=100, most=100))
+    assert (refusal.code, refusal.retry_after) == ("never_fits", None)
+    for number in ("100", "200", "160", "10 blocks of 16"):
+        assert number in refusal.message
+    assert placed(coordinator, ask(prompt=100, most=60))
+
+
+def test_a_larger_group_that_is_down_makes_it_no_group_rather_than_never(coordinator: Coordinator) -> None:
+    coordinator.join(card("b", blocks=16), 0.0)
+    coordinator.leave("b", 1, 0.0)
+    refusal = refused(coordinator, ask(prompt=100, most=100))
+    assert (refusal.code, refusal.retry_after) == ("no_group", 1.0)
+
+
+def test_an_unknown_model_has_no_group(coordinator: Coordinator) -> None:
+    assert refused(coordinator, ask(model="other")).code == "no_group"
+
+
+def test_a_silent_group_gets_nothing_and_is_dropped_with_its_grants(coordinator: Coordinator) -> None:
+    placed(coordinator, ask(), 0.0)
+    assert coordinator.groups(6.0)[0].standing is Standing.LAPSED
+    assert refused(coordinator, ask("2"), 6.0).code == "no_group"
+    coordinator.report(report(committed=2, waiting=1), 7.0)
+    assert placed(coordinator, ask("2"), 7.0)
+    assert coordinator.groups(40.0) == ()
+    assert coordinator.report(report(sequence=2), 41.0).known is False
+    assert coordinator.join(card(), 41.0) == 2
+    assert committed(coordinator, 41.0) == 0
+
+
+def test_a_group_whose_steps_stand_still_while_it_has_work_gets_nothing(coordinator: Coordinator) -> None:
+    for second in range(40):
+        coordinator.report(report(sequence=second + 1, step=3, running=1, committed=1), float(second))
+    assert coordinator.groups(39.0)[0].standing is Standing.STALLED
+    assert refused(coordinator, ask(), 39.0).code == "no_group"
+    coordinator.report(report(sequence=50, step=4, running=1, committed=1), 40.0)
+    assert placed(coordinator, ask(), 40.0)
+
+
+def test_a_rebuilt_group_gets_the_next_epoch_and_its_old_grants_end(coordinator: Coordinator) -> None:
+    old = placed(coordinator, ask(), 0.0)
+    assert coordinator.join(card(), 1.0) == 2
+    assert committed(coordinator, 1.0) == 0
+    coordinator.settle([outcome(old)], 1.1)
+    late = coordinator.report(report(epoch=1, sequence=9), 1.2)
+    assert (late.known, late.epoch) == (False, 2), "the old incarnation was replaced"
+    new = placed(coordinator, ask(attempt=1), 2.0)
+    assert new.epoch == 2 and new.id != old.id
+
+
+def test_after_a_restart_epochs_continue_above_the_highest_reported() -> None:
+    coordinator = Coordinator()
+    reply = coordinator.report(report(epoch=7), 0.0)
+    assert (reply.known, reply.epoch) == (False, 0), "join again"
+    assert coordinator.join(card(), 0.1) == 8
+    assert coordinator.report(report(epoch=8), 0.2).known
+    ahead = coordinator.report(report(epoch=12), 0.3)
+    assert (ahead.known, ahead.epoch) == (False, 0)
+    assert coordinator.join(card(), 0.4) == 13
+
+
+def test_a_group_that_leaves_gets_nothing_but_keeps_what_it_runs(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask(), 0.0)
+    coordinator.leave("a", 7, 0.0)
+    assert placed(coordinator, ask("2"), 0.0), "another incarnation's farewell"
+    coordinator.leave("a", 1, 0.0)
+    assert refused(coordinator, ask("3"), 0.0).code == "no_group"
+    reply = coordinator.report(report(accepted=(grant.id,), live=(grant.id,), committed=2, running=1), 1.0)
+    assert reply.known and committed(coordinator, 1.0) == 4
+
+
+def test_incarnations_that_a_request_saw_die_are_avoided_even_if_there_is_no_other(coordinator: Coordinator) -> None:
+    shunning = ask(attempt=1, replay=True, avoid=(("a", 1),))
+    assert refused(coordinator, shunning).code == "no_group"
+    coordinator.join(card(), 1.0)
+    assert placed(coordinator, shunning, 1.0).epoch == 2
+
+
+def test_expected_output_is_learned_and_capped() -> None:
+    experience = Experience(weight=0.25)
+    assert experience.expect(100) == 100, "cautious before anything is known"
+    for _ in range(60):
+        experience.learn(10, 100)
+    assert 10 <= experience.expect(100) <= 12
+    assert experience.expect(1) == 1
+    for _ in range(60):
+        experience.learn(100, 100)
+    assert experience.expect(100) >= 99
+
+
+def test_the_wait_follows_the_drain_rate_within_bounds() -> None:
+    experience = Experience(window_s=10.0)
+    for second in range(100):
+        experience.drain(500, float(second))
+    assert experience.rate(99.0) == pytest.approx(500, rel=0.06)
+    assert experience.wait_for(5000, 99.0) == pytest.approx(10, rel=0.06)
+    assert experience.wait_for(1, 99.0) == 1.0
+    assert experience.wait_for(10**9, 99.0) == 60.0
+
+
+def test_cached_sessions_are_seen_until_they_expire(coordinator: Coordinator) -> None:
+    coordinator.report(report(sessions=((b"x", 4, 10.0), (b"y", 2, 100.0))), 0.0)
+    assert coordinator.groups(0.0)[0].sessions == 2
+    coordinator.report(report(sequence=2), 11.0)
+    assert coordinator.groups(11.0)[0].sessions == 1
+    coordinator.report(report(sequence=3, sessions=((b"y", 0, 0.0),)), 12.0)
+    assert coordinator.groups(12.0)[0].sessions == 0
+
+
+def test_a_card_of_another_protocol_or_without_room_is_refused(coordinator: Coordinator) -> None:
+    with pytest.raises(ValueError, match="protocol 0"):
+        coordinator.join(card("b", protocol=0), 0.0)
+    with pytest.raises(ValueError, match="no room"):
+        coordinator.join(card("b", blocks=0), 0.0)
+
+
+def test_status_is_plain_json(coordinator: Coordinator) -> None:
+    import json
+
+    placed(coordinator, ask(), 0.0)
+    coordinator.report(report(), 1.0)
+    status = json.loads(json.dumps(coordinator.status(1.0)))
+    assert status["grants"] == {"issued": 1, "accepted": 0, "void": 0, "given": 1}
+    assert status["groups"][0]["state"] == "up" and status["groups"][0]["pool"]["total"] == 10

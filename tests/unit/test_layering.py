@@ -1,0 +1,186 @@
+"""Who may import whom, and which files stay pure: read from the source, and seen in a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("kvstore", "workers", "cluster", "deploy")
+HEAVY = {"torch", "ray", "transformers", "numpy", "safetensors"}
+CLOCKS = {"time", "datetime"}
+
+PURE = (
+    *(f"kvstore.{path.stem}" for path in sorted((ROOT / "kvstore").glob("*.py")) if path.stem != "__init__"),
+    "workers.sequence",
+    "workers.plan",
+    "workers.scheduler",
+    "workers.engine",
+    "workers.outbox",
+    "workers.settings",
+    "cluster.view",
+    "cluster.placement",
+    "cluster.coordinator",
+    "cluster.requests",
+    "cluster.namespaces",
+    "cluster.settings",
+)
+TEXT = ("cluster.text", "cluster.api", "cluster.routes", "cluster.errors")
+CONFIG = ("deploy.config", "deploy.catalog", "deploy.bench")
+
+
+def sources() -> list[Path]:
+    return [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def path_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def imports(tree: ast.AST, *, only_loaded: bool) -> set[str]:
+    """Modules that `tree` imports; with `only_loaded`, without what only a function or a type checker would import."""
+    found: set[str] = set()
+    pending = list(ast.iter_child_nodes(tree))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif only_loaded and (is_typing_only(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            continue
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def top(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """Imports of `source`, standing at `path`, that go up."""
+    layer = LAYERS.index(path.relative_to(ROOT).parts[0])
+    higher = set(LAYERS[layer + 1 :])
+    return sorted(top(imports(ast.parse(source), only_loaded=False)) & higher)
+
+
+def test_calls_go_down() -> None:
+    found = {name_of(path): up for path in sources() if (up := violations(path, path.read_text()))}
+    assert not found
+
+
+@pytest.mark.parametrize("planted", ["import cluster.view", "from deploy import config", "def f():\n import cluster"])
+def test_an_import_that_goes_up_is_seen(planted: str) -> None:
+    assert violations(ROOT / "workers" / "x.py", planted)
+
+
+def test_no_ring_of_imports() -> None:
+    names = {name_of(path): path for path in sources()}
+    graph = {
+        name: {module for module in imports(tree_of(path), only_loaded=True) if module in names and module != name}
+        for name, path in names.items()
+    }
+    for name in graph:  # a package's own parts may be imported by it
+        graph[name] = {other for other in graph[name] if not other.startswith(f"{name}.")}
+    done: set[str] = set()
+    while ready := {name for name in graph if name not in done and graph[name] <= done}:
+        done |= ready
+    assert not set(graph) - done, f"these import each other in a ring, or stand on one: {sorted(set(graph) - done)}"
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_file_loads_neither_torch_nor_ray_and_reads_no_clock(module: str) -> None:
+    loaded = top(imports(tree_of(path_of(module)), only_loaded=False))
+    assert not loaded & (HEAVY | CLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("modules", "banned"),
+    [
+        (PURE, {"torch", "ray", "transformers", "numpy"}),
+        (TEXT, {"torch", "ray", "transformers"}),
+        (CONFIG, {"torch", "ray", "transformers"}),
+    ],
+    ids=["pure core", "text of the ingress", "config and bench"],
+)
+def test_what_a_fresh_interpreter_loads(modules: tuple[str, ...], banned: set[str]) -> None:
+    program = f"import sys, json\nfor m in {modules!r}: __import__(m)\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not top(set(json.loads(done.stdout))) & banned
+
+
+def environment_reads(tree: ast.AST) -> list[int]:
+    """Lines that read environment variables; writing them (for a child, before a library loads) is allowed."""
+    lines = []
+    written = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            written.add(id(node.value))
+        if isinstance(node, ast.Attribute) and node.attr == "update":
+            written.add(id(node.value))
+    for node in ast.walk(tree):
+        is_environ = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+        if is_environ and id(node) not in written:
+            lines.append(node.lineno)
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            lines += [node.lineno for alias in node.names if alias.name in ("environ", "getenv")]
+    return lines
+
+
+def test_only_config_reads_the_environment() -> None:
+    found = {name_of(path): lines for path in sources() if (lines := environment_reads(tree_of(path)))}
+    assert set(found) == {"deploy.config"}
+
+
+def test_environment_reads_are_told_from_writes() -> None:
+    reads = "os.environ['A']\nos.getenv('A')\nos.environ.get('A')\n"
+    writes = "os.environ['A'] = 'x'\nos.environ.update(A='x')\n"
+    assert environment_reads(ast.parse(reads + writes)) == [1, 2, 3]
+
+
+def waits_in_async(tree: ast.AST) -> list[int]:
+    """Lines inside an async def where ray.get or ray.wait would block the event loop."""
+    lines = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "ray.wait"):
+                    lines.append(node.lineno)
+    return lines
+
+
+def test_no_ray_get_inside_async_def() -> None:
+    found = {name_of(path): lines for path in sources() if (lines := waits_in_async(tree_of(path)))}
+    assert not found
+    assert waits_in_async(ast.parse("async def f():\n ray.get(x)")) == [2]
+
+
+def test_names_say_something() -> None:
+    empty = {"util", "utils", "helper", "helpers", "common", "base", "manager", "misc"}
+    assert not [path for path in sources() if empty & set(path.stem.split("_"))]
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [name_of(path) for path in sources() if path.read_text() and not ast.get_docstring(tree_of(path))]

@@ -1,0 +1,166 @@
+"""ModelSpec: what config.json means, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.layout import Precision
+from workers.models.spec import ModelSpec, Unsupported
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}
+
+
+def test_fields_of_a_llama() -> None:
+    spec = ModelSpec.parse(LLAMA, {"eos_token_id": [2, 7]})
+    assert (spec.q_heads, spec.kv_heads, spec.head_dim, spec.layers) == (9, 3, 64, 30)
+    assert (spec.norm_eps, spec.tie_embeddings, spec.dtype) == (1e-5, True, "bfloat16")
+    assert (spec.eos_ids, spec.bos_id) == ((2, 7), 1)
+    assert spec.rope.theta == 100000.0
+    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("config", "biases", "qk_norm", "head_dim"),
+    [
+        (LLAMA | {"attention_bias": True, "mlp_bias": True}, (True, True, True), False, 64),
+        (MISTRAL | {"attention_bias": True, "head_dim": 96}, (False, False, False), False, 96),
+        (QWEN2 | {"attention_bias": False}, (True, False, False), False, 64),
+        (QWEN3, (True, True, False), True, 128),
+        (QWEN3 | {"attention_bias": False, "head_dim": 64}, (False, False, False), True, 64),
+    ],
+)
+def test_families_differ_in_biases_norms_and_head_dim(
+    config: dict[str, Any], biases: tuple[bool, bool, bool], qk_norm: bool, head_dim: int
+) -> None:
+    spec = ModelSpec.parse(config)
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == biases
+    assert spec.qk_norm is qk_norm
+    assert spec.head_dim == head_dim
+
+
+def test_layout_gives_the_table_s_bytes_and_splits_heads_unevenly() -> None:
+    spec = ModelSpec.parse(LLAMA)
+    assert spec.layout(16, Precision.BF16, 1)[0].token_bytes == 23_040
+    assert [layout.token_bytes for layout in spec.layout(16, Precision.BF16, 2)] == [15_360, 7_680]
+    assert [layout.layers[0].heads for layout in spec.layout(16, Precision.BF16, 9)] == [1] * 9
+    with pytest.raises(ValueError, match="10"):
+        spec.layout(16, Precision.BF16, 10)
+
+
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
+def test_every_spelling_of_a_rope_means_the_same(kind: str) -> None:
+    bare = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    spellings = [
+        LLAMA | {"rope_scaling": {"type": kind} | SCALED},
+        LLAMA | {"rope_scaling": {"rope_type": kind} | SCALED},
+        bare | {"rope_parameters": {"rope_type": kind, "rope_theta": 100000.0} | SCALED},
+        bare | {"rope_parameters": {"full_attention": {"rope_type": kind, "rope_theta": 100000.0} | SCALED}},
+    ]
+    ropes = {ModelSpec.parse(config).rope for config in spellings}
+    assert len(ropes) == 1
+    rope = ropes.pop()
+    assert (rope.kind, rope.theta, rope.factor) == (kind, 100000.0, 8.0)
+    assert rope.original_length == (1024 if kind in ("llama3", "yarn") else 8192)
+    assert (rope.attention_factor > 1) is (kind == "yarn")
+
+
+@pytest.mark.parametrize(
+    ("rope", "reach"),
+    [
+        (None, 8192),
+        ({"rope_type": "default"}, 8192),
+        ({"type": "linear", "factor": 2}, 16384),
+        ({"type": "dynamic", "factor": 4.0}, 32768),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "original_max_position_embeddings": 4096}, 8192),
+        ({"rope_type": "llama3"} | SCALED, 8192),
+    ],
+)
+def test_context_reaches_as_far_as_the_rope_stretches_it(rope: dict[str, Any] | None, reach: int) -> None:
+    assert ModelSpec.parse(LLAMA | {"rope_scaling": rope}).context_length == reach
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MISTRAL,
+        MISTRAL | {"sliding_window": 8192},
+        QWEN2,
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 30},
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 30},
+        QWEN3 | {"sliding_window": None, "use_sliding_window": True},
+        LLAMA | {"partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": 0},
+    ],
+)
+def test_a_window_that_is_off_is_accepted(config: dict[str, Any]) -> None:
+    assert ModelSpec.parse(config).layers == 30
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LLAMA | {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+        (LLAMA | {"architectures": None}, "architecture"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window 4096"),
+        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window 4096"),
+        (MISTRAL | {"sliding_window": 8192, "rope_scaling": {"type": "linear", "factor": 2}}, "sliding_window"),
+        (LLAMA | {"sliding_window": 512}, "sliding_window"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}, "sliding_window"),
+        (QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 30}, "sliding_window"),
+        (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor"),
+        (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (LLAMA | {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "sliding_attention"),
+        (LLAMA | {"num_attention_heads": 8}, "num_key_value_heads"),
+        (LLAMA | {"hidden_size": None}, "hidden_size"),
+        (LLAMA | {"vocab_size": "many"}, "vocab_size"),
+        (LLAMA | {"head_dim": 63}, "head_dim 63"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+    ],
+)
+def test_what_would_be_served_wrong_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(Unsupported, match=named):
+        ModelSpec.parse(config)
+
+
+def test_read_takes_both_files_and_explains_a_folder_without_them(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"config\.json"):
+        ModelSpec.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelSpec.read(tmp_path).eos_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    assert ModelSpec.read(tmp_path).eos_ids == (2, 3)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Unsupported, match="not JSON"):
+        ModelSpec.read(tmp_path)
