@@ -21,6 +21,7 @@ from cluster.cards import Reply
 from cluster.incarnation import CannotStart, Incarnation, reason
 from cluster.links import CoordinatorLink
 from cluster.loopback import keep_on_loopback
+from workers.plan import GroupDead
 from workers.settings import GroupSettings
 
 BEAT_S = 0.5
@@ -82,8 +83,9 @@ class GroupOwner:
             raise CannotStart("this replica has no placement group")
         self._serial += 1
         name = f"{self._service}-{self._name}-{self._serial}"
-        self._incarnation = await Incarnation.start(self._name, name, self._settings, place, self._bundles, self._say)
-        await self._join(self._incarnation)
+        incarnation = await Incarnation.start(self._name, name, self._settings, place, self._bundles, self._say)
+        await self._join(incarnation)
+        self._incarnation = incarnation  # from here on it is reported for
         await self._say("ready")
 
     async def _join(self, incarnation: Incarnation) -> None:
@@ -120,10 +122,12 @@ class GroupOwner:
 
     async def _beat(self) -> None:
         """Carry reports up and replies down, whatever goes wrong on either side."""
-        reply, full = Reply(True, 0), True
+        reported, reply, full = self._incarnation, Reply(True, 0), True
         while not self._broken:
             incarnation = self._incarnation
             assert incarnation is not None
+            if incarnation is not reported:
+                reported, reply, full = incarnation, Reply(True, 0), True
             try:
                 report = await incarnation.report(reply.limits, reply.void, full)
                 full = True  # until the coordinator has taken this one
@@ -134,9 +138,9 @@ class GroupOwner:
             except TimeoutError:
                 log.error("group %s does not advance; its ranks are ended", self._name)
                 incarnation.kill()
-            except (RayError, ConnectionError, RuntimeError) as error:
+            except (RayError, ConnectionError, GroupDead) as error:
                 log.debug("no report of group %s: %s", self._name, error)
-            await _pause(BEAT_S)
+            await asyncio.sleep(BEAT_S)
 
     async def _join_again(self, incarnation: Incarnation, reply: Reply) -> None:
         """The coordinator has forgotten this group, or was restarted."""
@@ -147,7 +151,7 @@ class GroupOwner:
     async def _drain(self, incarnation: Incarnation) -> None:
         async def until_idle() -> None:
             while not await incarnation.drain():
-                await _pause(_IDLE_LOOK_S)
+                await asyncio.sleep(_IDLE_LOOK_S)
 
         try:
             await asyncio.wait_for(until_idle(), self._drain_s)
@@ -162,7 +166,3 @@ class GroupOwner:
             await call
         except (RayError, ConnectionError) as error:
             log.warning("group %s cannot reach the coordinator: %s", self._name, error)
-
-
-async def _pause(seconds: float) -> None:
-    await asyncio.sleep(seconds)

@@ -153,6 +153,14 @@ class Engine:
         self._post(lambda now: answer.set_result(self._make_report(now, full)))
         return answer
 
+    def enter(self, epoch: int) -> None:
+        """The coordinator knows this group as `epoch` from now on (a new one, when it was itself restarted): so messages
+        and reports say, those of open streams too."""
+        with self._lock:
+            self.epoch = epoch
+            for subscriber in self._subscribers.values():
+                subscriber.outbox.epoch = epoch
+
     def drain(self) -> None:
         """Refuse new requests from now on."""
         with self._lock:

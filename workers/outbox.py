@@ -42,7 +42,7 @@ class Outbox:
 
     def __init__(self, epoch: int, wake: Callable[[], None]) -> None:
         self.closed = False
-        self._epoch = epoch
+        self.epoch = epoch
         self._wake = wake
         self._lock = threading.Lock()
         self._backlogs: dict[Key, _Backlog] = {}
@@ -82,7 +82,7 @@ class Outbox:
             events = tuple(self._event(key, marks) for key in self._unread)
             self._unread.clear()
             self._marks.append((self._number, marks))
-            return Message(self._number, self._epoch, events)
+            return Message(self._number, self.epoch, events)
 
     def acknowledge(self, number: int) -> None:
         """Forget what messages up to `number` carried."""

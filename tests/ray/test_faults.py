@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import placement_group, remove_placement_group
 
+from cluster.actors import find_coordinator
 from deploy.app import make_plan
 from deploy.config import ClusterConfig
 from deploy.service import Service, ServiceError
@@ -23,9 +26,7 @@ PROMPT = "The lighthouse keeper said"
 def test_a_killed_rank_costs_its_clients_a_pause_and_its_group_is_rebuilt(tiny: Stage) -> None:
     undisturbed = tiny.complete(PROMPT, max_tokens=700)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            lambda: "".join(chunk["choices"][0]["text"] for chunk in tiny.stream(PROMPT, max_tokens=700))
-        )
+        answer = pool.submit(lambda: _text(tiny, 700))
         busy = eventually(lambda: [group for group in tiny.groups() if group["running"]])[0]
         os.kill(busy["ranks"][0]["pid"], signal.SIGKILL)
         assert answer.result() == undisturbed
@@ -59,6 +60,26 @@ def test_a_killed_ingress_loses_its_requests_when_its_lease_lapses(tiny: Stage) 
     eventually(lambda: _answers(tiny))
 
 
+def test_a_restarted_coordinator_costs_nobody_anything(tiny: Stage) -> None:
+    undisturbed = tiny.complete(PROMPT, max_tokens=700)["choices"][0]["text"]
+    epochs = {group["group"]: group["epoch"] for group in tiny.groups()}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: _text(tiny, 700))
+        eventually(lambda: tiny.total("running"))
+        ray.kill(find_coordinator("tidegate"), no_restart=False)
+        assert answer.result() == undisturbed
+
+    def joined_again() -> bool:
+        try:
+            found = {group["group"]: group["epoch"] for group in tiny.groups() if group["state"] == "up"}
+        except RayActorError:
+            return False
+        return found.keys() == epochs.keys() and all(found[name] > epochs[name] for name in epochs)
+
+    eventually(joined_again, 20)
+    assert _text(tiny, 700) == undisturbed, "streams that were open before carry what comes after"
+
+
 def test_a_group_without_a_place_fails_at_once_with_the_numbers(stage: Stage, tiny_config: ClusterConfig) -> None:
     config = tiny_config.model_copy(update={"device": "cuda", "tensor_parallel_size": 2, "service_name": "toobig"})
     service = Service(stage.link, config.service_name, stage.run_dir)
@@ -66,6 +87,10 @@ def test_a_group_without_a_place_fails_at_once_with_the_numbers(stage: Stage, ti
     with pytest.raises(ServiceError, match=r"wants? .*2 GPUs.* on one node; 127\.0\.0\.1 has .*0 GPUs"):
         service.start(make_plan(config, Path(config.model)), lambda text: None)
     assert time.monotonic() - began < 30
+
+
+def _text(stage: Stage, tokens: int) -> str:
+    return "".join(chunk["choices"][0]["text"] for chunk in stage.stream(PROMPT, max_tokens=tokens))
 
 
 def _ingress() -> ray.actor.ActorHandle:
@@ -79,3 +104,18 @@ def _answers(stage: Stage) -> bool:
         return bool(stage.complete("hello", max_tokens=2))
     except (AssertionError, OSError):
         return False
+
+
+@pytest.mark.slow
+def test_a_group_whose_place_is_taken_fails_within_half_a_minute_with_the_numbers(
+    tiny: Stage, tiny_config: ClusterConfig
+) -> None:
+    taken = placement_group([{"memory": int(ray.available_resources()["memory"]) - 2**28}])
+    try:
+        with pytest.raises(
+            ServiceError, match=r"2 of 2 groups found no place within .* 1\.01 GiB of memory on one node; "
+        ):
+            tiny.show(tiny_config.model_copy(update={"kv_memory": 2**30}))
+    finally:
+        remove_placement_group(taken)
+    assert _answers(tiny.show(tiny_config))

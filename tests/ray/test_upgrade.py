@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import ray
+from ray import serve
 from ray.util.placement_group import placement_group_table
 
+from cluster.actors import end_coordinator
+from deploy.app import build
 from deploy.config import ClusterConfig
 from deploy.service import ServiceError
 from tests.ray.stage import Stage, rank_processes
@@ -56,6 +62,30 @@ def test_the_real_model_on_two_ranks_answers_a_chat(stage: Stage, tiny_config: C
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len([piece for piece in pieces if piece]) > 3
+
+
+def test_a_killed_follower_takes_its_group_along_and_the_answer_goes_on(
+    stage: Stage, tiny_config: ClusterConfig, smollm2: Path
+) -> None:
+    stage.show(_real(tiny_config, smollm2))
+    whole = stage.complete("The tide", max_tokens=60)["choices"][0]["text"]
+    group = stage.groups()[0]
+    pieces = []
+    for chunk in stage.stream("The tide", max_tokens=60):
+        pieces.append(chunk["choices"][0]["text"])
+        if len(pieces) == 5:
+            os.kill(group["ranks"][1]["pid"], signal.SIGKILL)
+    assert "".join(pieces) == whole
+    again = stage.groups()[0]
+    assert again["group"] == group["group"] and again["epoch"] > group["epoch"]
+    assert not {rank["pid"] for rank in again["ranks"]} & {rank["pid"] for rank in group["ranks"]}
+
+
+def test_serve_gives_the_builder_its_typed_argument(stage: Stage, tiny_config: ClusterConfig) -> None:
+    assert inspect.signature(build).parameters["args"].annotation is ClusterConfig, "the class, not its name"
+    built = build(tiny_config.model_copy(update={"service_name": "built"}))
+    assert isinstance(built, serve.Application)
+    end_coordinator("built")
 
 
 def test_a_second_prompt_with_the_same_head_finds_it_cached(

@@ -162,6 +162,14 @@ def test_stages_off_a_terminal_are_lines(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_stages_on_a_terminal_show_figures_in_place_and_tick_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with Stages(Console(stderr=True, force_terminal=True, width=80)) as stages:
+        stages("downloading: [1] of 9")
+        stages("starting")
+    said = capsys.readouterr().err
+    assert "downloading: [1] of 9" in said and "✓ downloading (" in said and "✓ starting (" in said
+
+
 def test_a_stage_that_fails_is_not_ticked_off(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError), Stages(Console(stderr=True, force_terminal=False)) as stages:
         stages("loading")

@@ -1,0 +1,205 @@
+"""Service: one running Tidegate, from the moment its Ray stands until nothing of it is left.
+
+Starts Serve and the application, follows what the groups say until the service answers, drains and removes it again.
+Knows neither configs nor models.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+
+from cluster.actors import end_coordinator, open_coordinator
+from cluster.bundles import Resources, shortage
+from cluster.notices import Notice
+from deploy.cluster import RayLink, remember, stop_ray
+
+Progress = Callable[[str], None]
+
+PLACE_S = 25.0
+"""Groups that have not begun to start after so long do not get a place."""
+HEALTH_S = 60.0
+"""How long the HTTP side may take once every group is ready."""
+_NEWS_S = 1.0
+_LOOK_S = 0.05
+
+
+class ServiceError(RuntimeError):
+    """The service did not come up, or there is none; the message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: the application, whose `groups` groups take `bundles` each, behind host:port. `identity` tells
+    whether a coordinator that runs already belongs to it; stopping takes up to `drain_s`."""
+
+    application: serve.Application
+    identity: str
+    host: str
+    port: int
+    groups: int
+    bundles: tuple[Resources, ...]
+    drain_s: float
+
+
+class Service:
+    """`name` names application and actors. Use `start`, then `close`, or `abandon` where it failed."""
+
+    def __init__(self, link: RayLink, name: str, run_dir: Path) -> None:
+        self.url = ""
+        self._link = link
+        self._name = name
+        self._run_dir = run_dir
+        self._note: Path | None = None
+        self._drain_s = 0.0
+        self._began_serve = False
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, plan: Plan, say: Progress) -> None:
+        """Start everything and return when a request would be answered. Raises ServiceError."""
+        self._drain_s = plan.drain_s
+        if lack := shortage(plan.bundles, plan.groups, _nodes()):
+            raise ServiceError(f"there is no room: {lack}")
+        say("starting Serve")
+        coordinator = open_coordinator(self._name, plan.identity, replace=True)
+        self._began_serve = True
+        serve.start(proxy_location="HeadOnly", http_options={"host": plan.host, "port": plan.port})
+        say("starting groups")
+        target = serve.RunTarget(plan.application, name=self._name, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        self._follow(coordinator, plan, say)
+        say("opening the HTTP port")
+        self._await_health(plan)
+        self.url = f"http://{_bracketed(plan.host)}:{plan.port}"
+        self._note = remember(self._link, self._run_dir, self._name, self.url)
+
+    def close(self) -> None:
+        """Let running answers end, then leave nothing behind: no application, no actor, no placement group, and no
+        Ray if it is ours."""
+        self._remove(keep_logs=False)
+
+    def abandon(self) -> None:
+        """Remove what `start` has left when it failed. The logs of our own Ray stay, and the error says where."""
+        self._drain_s = min(self._drain_s, 10.0)
+        self._remove(keep_logs=False)
+
+    def _remove(self, *, keep_logs: bool) -> None:
+        if self._note:
+            self._note.unlink(missing_ok=True)
+        try:
+            if self._began_serve:
+                self._delete_application()
+            end_coordinator(self._name)
+            if self._began_serve and not self._link.folder and not serve.status().applications:
+                serve.shutdown()
+        finally:
+            stop_ray(self._link, keep_logs=keep_logs)
+
+    def _delete_application(self) -> None:
+        deadline = time.monotonic() + self._drain_s + 30.0
+        while True:
+            try:
+                return serve.delete(self._name)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+
+    def _follow(self, coordinator: ActorHandle, plan: Plan, say: Progress) -> None:
+        """Pass on what the groups say until all are ready."""
+        began = time.monotonic()
+        heard: dict[str, str] = {}
+        last = 0
+        while sum(text == "ready" for text in heard.values()) < plan.groups:
+            news: tuple[Notice, ...] = ray.get(coordinator.notices.remote(last, _NEWS_S))
+            for notice in news:
+                if notice.failed:
+                    raise ServiceError(notice.text)
+                last, heard[notice.group] = notice.number, notice.text
+                say(_summary(heard, plan.groups))
+            if not news:
+                self._check(plan, len(heard), time.monotonic() - began)
+
+    def _check(self, plan: Plan, begun: int, waited: float) -> None:
+        """Silence: has Serve given up, or is there no place?"""
+        application = serve.status().applications.get(self._name)
+        if application is not None and application.status == "DEPLOY_FAILED":
+            raise ServiceError(_deployment_faults(application))
+        if begun < plan.groups and waited > PLACE_S:
+            lack = shortage(plan.bundles, plan.groups - begun, _nodes(free=True))
+            raise ServiceError(
+                f"{plan.groups - begun} of {plan.groups} groups found no place within {waited:.0f} s: "
+                f"{lack or 'Ray did not say why'}"
+            )
+
+    def _is_running(self) -> bool:
+        """Whether Serve has brought every replica to this version, so that none of an older one answers."""
+        application = serve.status().applications.get(self._name)
+        return application is not None and application.status == "RUNNING"
+
+    def _await_health(self, plan: Plan) -> None:
+        """The routes say 200 only when a token would come."""
+        deadline, pause, answer = time.monotonic() + HEALTH_S, threading.Event(), ""
+        while time.monotonic() < deadline:
+            status, answer = _get(plan.host, plan.port, "/health")
+            if status == 200 and self._is_running():
+                return
+            pause.wait(_LOOK_S)
+        raise ServiceError(f"/health did not become ready within {HEALTH_S:.0f} s; its last answer: {answer}")
+
+
+def _summary(heard: dict[str, str], groups: int) -> str:
+    ready = sum(text == "ready" for text in heard.values())
+    busy = [text for text in heard.values() if text != "ready"]
+    count = f"{ready} of {groups} ready" if groups > 1 else ""
+    return "starting groups: " + ", ".join(part for part in (count, busy[-1] if busy else "ready") if part)
+
+
+def _nodes(*, free: bool = False) -> dict[str, dict[str, float]]:
+    """Resources of each live node, all of them or the free ones."""
+    available: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node() if free else {}
+    nodes: dict[str, dict[str, float]] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            resources = available.get(node["NodeID"], {}) if free else node["Resources"]
+            nodes[str(node["NodeManagerAddress"])] = dict(resources)
+    return nodes
+
+
+def _deployment_faults(application: Any) -> str:
+    faults = [deployment.message for deployment in application.deployments.values() if deployment.message]
+    return "\n".join(faults) or application.message
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1" if host == "0.0.0.0" else host, port, timeout=10)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read(2000).decode(errors="replace")
+    except OSError as error:
+        return 0, str(error)
+    finally:
+        connection.close()

@@ -1,0 +1,103 @@
+"""Figures and status as tables for people. Knows the values it prints, not where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from deploy.figures import Figures, Spread
+from deploy.sizes import format_size
+
+
+def figures_table(figures: Sequence[Figures]) -> Table:
+    """Four lines per server and level: rates on the first; p50, p90 and p99 in milliseconds of the time to the first
+    token, per output token after it, between chunks, and of the whole request."""
+    table = _table("Times in ms", "server", "load", "ok", "out tok/s", "req/s", "", "p50", "p90", "p99")
+    table.columns[5].justify = "left"
+    for row in figures:
+        ok = f"{row.requests - row.failed}/{row.requests}"
+        head = [row.server.removeprefix("http://"), row.level, ok, f"{row.output_tok_s:.1f}", f"{row.request_s:.2f}"]
+        for name, spread in (("TTFT", row.ttft_ms), ("TPOT", row.tpot_ms), ("ITL", row.gap_ms)):
+            table.add_row(*head, name, *_spread(spread))
+            head = [""] * len(head)
+        table.add_row(*head, "total", *_spread(row.total_ms), end_section=True)
+    return table
+
+
+def ratios(figures: Sequence[Figures]) -> list[str]:
+    """For each level, how the first server's output rate compares with each other one's."""
+    lines = []
+    for level in dict.fromkeys(row.level for row in figures):
+        first, *others = [row for row in figures if row.level == level]
+        for other in others:
+            if other.output_tok_s > 0:
+                ratio = first.output_tok_s / other.output_tok_s
+                lines.append(f"load {level}: {first.server} gives {ratio:.2f} × the output rate of {other.server}")
+    return lines
+
+
+def error_lines(figures: Sequence[Figures]) -> list[str]:
+    """The most frequent errors, with their counts."""
+    return [f"{row.server} at {row.level}: {count} × {text}" for row in figures for text, count in row.errors]
+
+
+def _spread(spread: Spread | None) -> list[str]:
+    if spread is None:
+        return ["-"] * 3
+    digits = 0 if spread.p99 >= 1000 else 1
+    return [f"{value:.{digits}f}" for value in (spread.p50, spread.p90, spread.p99)]
+
+
+def status_tables(found: Mapping[str, Any]) -> list[Table]:
+    """Groups, ranks and models of a coordinator's status."""
+    groups = found.get("groups", [])
+    return [_groups_table(groups), _ranks_table(groups), _models_table(found)]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
+    """Blocks of each pool by state, what runs and waits, cached sessions, and how old the news is."""
+    blocks = ("blocks", "held", "cached", "free", "committed")
+    table = _table("Groups", "group", "state", "epoch", *blocks, "running", "waiting", "sessions", "reported")
+    for group in groups:
+        pool = group["pool"] or {}
+        table.add_row(
+            group["group"],
+            group["state"],
+            str(group["epoch"]),
+            f"{group['blocks']} × {group['block_size']}",
+            *(str(pool.get(key, "-")) for key in ("held", "idle", "free")),
+            *(str(group[key]) for key in ("committed", "running", "waiting", "sessions")),
+            f"{group['reported_s']:.1f} s",
+        )
+    return table
+
+
+def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
+    """Each rank's process, device, threads and pool."""
+    table = _table("Ranks", "group", "rank", "pid", "node", "device", "threads", "KV pool")
+    for group in groups:
+        for rank in group["ranks"]:
+            facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads"))
+            table.add_row(group["group"], *map(str, facts), format_size(rank["pool_bytes"]))
+    return table
+
+
+def _models_table(found: Mapping[str, Any]) -> Table:
+    """What is served, and what was refused."""
+    table = _table("Models", "model", "groups up", "output tokens/s", "grants open", "given", "refused")
+    grants, refused = dict(found.get("grants", {})), sum(found.get("refused", {}).values())
+    given = grants.pop("given", 0)
+    for name, model in found.get("models", {}).items():
+        up, rate = f"{model['up']}/{model['groups']}", f"{model['drained_tokens_per_s']:.1f}"
+        table.add_row(name, up, rate, str(sum(grants.values())), str(given), str(refused))
+    return table

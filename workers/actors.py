@@ -1,0 +1,238 @@
+"""RankActor: one rank of a group in its own process. Rank 0 also runs the engine and talks to the ingresses.
+
+A thin shell: it builds the parts, lends them threads, and carries calls. Knows neither Serve nor the coordinator nor
+who owns it. torch is loaded by `load`, after the process has been told its thread count.
+
+The call that lasts as long as the group (`drive`, `follow`) has a thread of its own, and so have the short calls and
+the event streams: nothing that reports, renews or aborts ever waits behind a stream or a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import ray
+
+from workers.engine import Engine
+from workers.errors import EngineRefused
+from workers.outbox import Message, Outbox
+from workers.plan import GroupDead, GroupReport, Limits
+from workers.rank import Rank, RankFacts
+from workers.sequence import Request, Sampling
+from workers.settings import GroupSettings
+
+WARM_UP = "warm-up"
+"""The name under which rank 0 subscribes to its own engine, to see a first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why the engine did not take one request of a batch."""
+
+    request: str
+    attempt: int
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Who reads an ingress's outbox now; a newer reader retires an older one."""
+
+    ready: asyncio.Event
+    retired: bool = False
+
+
+@ray.remote(concurrency_groups={"work": 1, "calls": 64, "events": 1024})
+class RankActor:
+    """Rank `rank` of `settings.tensor_parallel_size`. Calls in order: open_store (rank 0 of several), load, build, then
+    drive (rank 0) or follow (the others), which return when the group is stopped and raise when it is dead."""
+
+    def __init__(self, rank: int, settings: GroupSettings) -> None:
+        self._rank = rank
+        self._settings = settings
+        self._stopping = False
+        self._parts = Rank(rank, settings)
+        self._engine: Engine | None = None
+        self._entered = asyncio.Event()
+        self._readers: dict[str, _Reader] = {}
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="work")
+    def open_store(self) -> str:
+        """Rank 0 opens the rendezvous: "host:port" for the others."""
+        return self._parts.open_store(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="work")
+    def load(self, address: str | None) -> RankFacts:
+        """Join the others at `address` (None for a lone rank), read this rank's weights, measure the largest step."""
+        return self._parts.load(address, ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="work")
+    def build(self, blocks: int, name: str) -> None:
+        """Allocate `blocks`; on rank 0 put store, scheduler and engine of the group `name` on top."""
+        self._parts.allocate(blocks)
+        if self._rank == 0:
+            self._engine = self._parts.make_engine(blocks, name)
+
+    @ray.method(concurrency_group="work")
+    def drive(self) -> None:
+        """Rank 0: step until stopped. Raises GroupDead when a rank is gone."""
+        engine = self._running()
+        try:
+            while not self._stopping:
+                if not engine.turn(time.monotonic()):
+                    engine.work.wait(engine.patience(time.monotonic()))
+        finally:
+            self._parts.stop()
+
+    @ray.method(concurrency_group="work")
+    def follow(self) -> None:
+        """The other ranks: run the plans of rank 0 until its last one."""
+        self._parts.follow()
+
+    @ray.method(concurrency_group="calls")
+    async def warm_up(self) -> float:
+        """Generate a real token and give the seconds that took: only then is a group ready."""
+        began = time.monotonic()
+        engine = self._running()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        outbox = engine.subscribe(WARM_UP, partial(_wake, loop, ready), began)
+        request = Request("warm-up", (0,), Sampling(max_tokens=2), secrets.token_bytes(32))
+        engine.submit(WARM_UP, request)
+        finished = False
+        while not finished:
+            if outbox.closed:
+                raise GroupDead("the first step failed") from engine.dead
+            await ready.wait()
+            ready.clear()
+            engine.renew(WARM_UP, time.monotonic())
+            message = outbox.read()
+            finished = message is not None and any(event.finish for event in message.events)
+        engine.unsubscribe(WARM_UP)
+        return time.monotonic() - began
+
+    @ray.method(concurrency_group="events")
+    async def enter(self, epoch: int) -> None:
+        """The coordinator knows this group as `epoch`: ingresses may subscribe from now on."""
+        self._running().enter(epoch)
+        self._entered.set()
+
+    # -- for ingresses -------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="events")
+    async def events(self, ingress: str, acked: int | None) -> AsyncGenerator[Message | Refused, None]:
+        """The event stream of `ingress`, anew or (`acked`) behind a message it has handled. First an empty message
+        numbered 0 that says the subscription stands, or Refused; the stream ends when the engine closes it or a newer
+        reader takes over."""
+        await self._entered.wait()
+        engine = self._running()
+        loop, reader = asyncio.get_running_loop(), _Reader(asyncio.Event())
+        try:
+            outbox = self._open_outbox(engine, ingress, acked, partial(_wake, loop, reader.ready))
+        except EngineRefused as refusal:
+            yield Refused("", 0, refusal.code, refusal.message)
+            return
+        self._take_over(ingress, reader)
+        yield Message(0, engine.epoch, ())
+        while not reader.retired:
+            closed = outbox.closed
+            while not reader.retired and (message := outbox.read()) is not None:
+                yield message
+            if closed:
+                return
+            await reader.ready.wait()
+            reader.ready.clear()
+
+    @ray.method(concurrency_group="calls")
+    async def submit(self, ingress: str, requests: Sequence[Request]) -> tuple[Refused | None, ...]:
+        """Per request, in order: None when accepted."""
+        return tuple(_submit(self._running(), ingress, request) for request in requests)
+
+    @ray.method(concurrency_group="calls")
+    async def abort(self, keys: Sequence[tuple[str, int]]) -> None:
+        """End these (request, attempt); unknown ones are ignored."""
+        for request, attempt in keys:
+            self._running().abort(request, attempt)
+
+    @ray.method(concurrency_group="calls")
+    async def renew(self, ingress: str) -> bool:
+        """Renew a lease; False when it has lapsed."""
+        return self._running().renew(ingress, time.monotonic())
+
+    @ray.method(concurrency_group="calls")
+    async def ack(self, ingress: str, number: int) -> None:
+        """`ingress` has handled messages up to `number`."""
+        self._running().ack(ingress, number)
+
+    @ray.method(concurrency_group="calls")
+    async def unsubscribe(self, ingress: str) -> None:
+        """`ingress` needs this group no more; its requests are aborted."""
+        self._running().unsubscribe(ingress)
+
+    # -- for the owner -------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="calls")
+    async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
+        """Obey the coordinator's last reply, then say how things stand. GroupDead when no step can answer any more."""
+        engine = self._running()
+        engine.obey(limits, void)
+        return await asyncio.wrap_future(engine.report(full=full))
+
+    @ray.method(concurrency_group="calls")
+    async def drain(self) -> bool:
+        """Refuse new requests; whether none is left."""
+        engine = self._running()
+        engine.drain()
+        return engine.idle
+
+    @ray.method(concurrency_group="calls")
+    async def stop(self) -> None:
+        """Let `drive` return after the step it is in, and the followers with it."""
+        self._stopping = True
+        if self._engine:
+            self._engine.work.set()
+
+    @ray.method(concurrency_group="calls")
+    async def modules(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Which of these modules this process has loaded."""
+        return tuple(name for name in names if name in sys.modules)
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise GroupDead(f"rank {self._rank} runs no engine")
+        return self._engine
+
+    def _open_outbox(self, engine: Engine, ingress: str, acked: int | None, wake: Callable[[], None]) -> Outbox:
+        now = time.monotonic()
+        if acked is None:
+            return engine.subscribe(ingress, wake, now)
+        return engine.resubscribe(ingress, acked, wake, now)
+
+    def _take_over(self, ingress: str, reader: _Reader) -> None:
+        old, self._readers[ingress] = self._readers.get(ingress), reader
+        if old:
+            old.retired = True
+            old.ready.set()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+    """From the step thread. A loop that is closed has no reader left."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(ready.set)
+
+
+def _submit(engine: Engine, ingress: str, request: Request) -> Refused | None:
+    try:
+        engine.submit(ingress, request)
+    except EngineRefused as refusal:
+        return Refused(request.id, request.attempt, refusal.code, refusal.message)
+    return None

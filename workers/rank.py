@@ -1,0 +1,171 @@
+"""Rank: what one rank process is made of, from weights to engine. Loads torch when it is told to load, not before.
+
+Knows nothing of Ray: an actor lends it a thread, a test may too. Every method belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.layout import KVLayout, Precision
+from kvstore.store import KVStore
+from workers.engine import Engine
+from workers.memory import machine_bytes, pool_blocks, resident_bytes
+from workers.plan import Limits
+from workers.scheduler import Scheduler
+from workers.settings import GroupSettings
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+LEASE_S = 5.0
+"""An ingress that does not renew for so long loses its requests here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank found out while loading. `blocks` is how many its pool could have, `block_bytes` what one takes here,
+    `used` the bytes in use before the pool, `seconds` how long loading took."""
+
+    rank: int
+    pid: int
+    node: str
+    threads: int
+    device: str
+    kernel: str
+    blocks: int
+    block_bytes: int
+    used: int
+    max_model_len: int
+    seconds: float
+
+
+class Rank:
+    """Rank `rank` of `settings.tensor_parallel_size`. In order: open_store (rank 0 of several), load, allocate, then
+    make_engine (rank 0) or follow."""
+
+    def __init__(self, rank: int, settings: GroupSettings) -> None:
+        self._rank = rank
+        self._settings = settings
+        self._store: Any = None
+        self._comm: Any = None
+        self._runner: Any = None
+        self._lead: Any = None
+        self._max_model_len = 0
+        self._scheme = b""
+
+    def open_store(self, host: str) -> str:
+        """Open the rendezvous on `host`: "host:port" for the other ranks."""
+        from workers.parallel import open_store
+
+        self._store, address = open_store(host)
+        return address
+
+    def load(self, address: str | None, host: str) -> RankFacts:
+        """Join the others at `address` (None for a lone rank; `host` is where this rank listens), read this rank's
+        weights, measure the largest step. Raises Unsupported, WeightError or NoRoom."""
+        began = time.monotonic()
+        threads = self._make_runner(address, host)
+        settings, layout = self._settings, self._layout
+        activations = 0 if settings.kv_memory is not None else int(self._runner.profile())
+        total, used = _memory(settings.device)
+        return RankFacts(
+            rank=self._rank,
+            pid=os.getpid(),
+            node=host,
+            threads=threads,
+            device=settings.device,
+            kernel=str(self._runner.linear_kernel),
+            blocks=pool_blocks(settings, layout, total=total, used=used, activations=activations),
+            block_bytes=layout.block_bytes,
+            used=used,
+            max_model_len=self._max_model_len,
+            seconds=time.monotonic() - began,
+        )
+
+    def allocate(self, blocks: int) -> None:
+        """Allocate this rank's part of `blocks`."""
+        self._runner.allocate(blocks)
+
+    def make_engine(self, blocks: int, name: str) -> Engine:
+        """Rank 0: store, scheduler and engine of the group `name` over the ranks, which then wait for its plans."""
+        from workers.lead import Lead
+
+        settings, layout = self._settings, self._layout
+        store = KVStore(
+            blocks * len(layout.groups),
+            settings.block_size,
+            groups=len(layout.groups),
+            ttl=settings.session_ttl_s,
+            prefix_cache=settings.prefix_cache,
+            scheme=self._scheme,
+        )
+        limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_num_batched_tokens)
+        scheduler = Scheduler(store, limits, max_model_len=self._max_model_len)
+        self._lead = Lead(self._runner, self._comm)
+        return Engine(scheduler, self._lead, name=name, epoch=0, depth=settings.overlap, lease_s=LEASE_S)
+
+    def follow(self) -> None:
+        """The other ranks: run rank 0's plans until its last one; raises when rank 0 is gone."""
+        from workers.lead import follow
+
+        follow(self._runner, self._comm)
+
+    def stop(self) -> None:
+        """Rank 0: let the followers go. Raises nothing when they are gone already."""
+        if self._lead:
+            self._lead.stop()
+
+    @property
+    def _layout(self) -> KVLayout:
+        layout: KVLayout = self._runner.layout
+        return layout
+
+    def _make_runner(self, address: str | None, host: str) -> int:
+        """Weights and communicator; returns the threads that torch uses here."""
+        import torch
+
+        from workers.models.spec import ModelSpec
+        from workers.parallel import Communicator, join_store
+        from workers.runner import Runner
+
+        settings = self._settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        folder = Path(settings.model_dir)
+        spec = ModelSpec.read(folder)
+        own = spec.context_length
+        self._max_model_len = min(settings.max_model_len or own, own)
+        dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
+        precision = Precision.parse(dtype if settings.kv_precision == "auto" else settings.kv_precision)
+        self._scheme = f"{settings.revision}|{precision.label}|{spec.rope}".encode()
+        device = torch.device(settings.device)
+        if address is None:
+            self._comm = Communicator.alone()
+        else:
+            store = self._store or join_store(address)
+            world = settings.tensor_parallel_size
+            self._comm = Communicator.connect(store, self._rank, world, host=host, device=device)
+        self._runner = Runner(
+            folder,
+            spec,
+            comm=self._comm,
+            block_size=settings.block_size,
+            precision=precision,
+            dtype=dtype,
+            device=settings.device,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        return int(torch.get_num_threads())
+
+
+def _memory(device: str) -> tuple[int, int]:
+    """Bytes that the device has, and that this process has taken of it."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory), int(torch.cuda.memory_reserved())
+    return machine_bytes(), resident_bytes()

@@ -1,0 +1,41 @@
+"""What one group is told when it is built. Frozen, plain values that travel to its ranks.
+
+Knows neither YAML nor environment variables nor other groups: `deploy.config` makes one from the operator's config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """One tensor-parallel group.
+
+    `model_dir` is a folder with config.json, safetensors and tokenizer.json, readable on every rank's node.
+    `model_names` are the names that clients may use, the canonical one first; `revision` identifies the weights.
+    `dtype` and `kv_precision` are "auto", "bf16", "fp16" or "fp32"; `device` is "cpu" or "cuda".
+    `kv_memory` is the KV pool in bytes *per rank* (the rank that holds most heads sets the block count). None: what
+    weights and the largest step's buffers leave of `memory_fraction` of the device's memory, which is one rank's share
+    of its GPU, or on a CPU of the machine's memory (of its cgroup limit where there is one).
+    `max_model_len` None: the model's own context. `overlap` is the number of steps in flight (1 or 2).
+    `threads` is per rank; None leaves the choice to torch.
+    """
+
+    model_dir: str
+    model_names: tuple[str, ...]
+    revision: str = ""
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    kv_precision: str = "auto"
+    device: str = "cpu"
+    block_size: int = 32
+    kv_memory: int | None = None
+    memory_fraction: float = 0.25
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    prefix_cache: bool = True
+    session_ttl_s: float = 300.0
+    overlap: int = 1
+    threads: int | None = None

@@ -1,0 +1,144 @@
+"""Checkpoint: slices of tensors out of a folder of safetensors files, each rank reading only what it holds.
+
+It checks that every tensor is there, whole and of the expected shape, and that nothing was left unread; it knows no
+model. Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, raw values).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_DTYPES = ("BF16", "F16", "F32")
+
+
+class WeightError(ValueError):
+    """A tensor or file that is missing, left over, misshapen, truncated or of an unknown format; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of `folder` by name. A context manager: closing it lets go of the mapped files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._entries: dict[str, _Entry] = {}
+        for file in _files(folder):
+            for name, entry in _header(file).items():
+                if name in self._entries:
+                    raise WeightError(f"tensor {name} is in both {self._entries[name].file.name} and {file.name}")
+                self._entries[name] = entry
+        self._unread = set(self._entries)
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Tensor `name`, whose whole shape must be `shape`: its [start, stop) rows or columns, in the file's dtype."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise WeightError(f"tensor {name} is missing from the checkpoint")
+        if entry.shape != shape:
+            raise WeightError(f"tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}")
+        if entry.dtype not in _DTYPES:
+            raise WeightError(f"tensor {name} has weight format {entry.dtype}; supported: {', '.join(_DTYPES)}")
+        self._unread.discard(name)
+        piece = self._file(entry.file).get_slice(name)
+        if columns is not None:
+            return piece[:, columns[0] : columns[1]].contiguous()  # type: ignore[no-any-return]
+        start, stop = rows or (0, shape[0])
+        return piece[start:stop].contiguous()  # type: ignore[no-any-return]
+
+    def skip(self, name: str) -> None:
+        """Leave `name` unread on purpose, whether it is there or not."""
+        self._unread.discard(name)
+
+    def finish(self) -> None:
+        """Raise WeightError if a tensor was neither taken nor skipped: the model has parts that nothing computes."""
+        # Some checkpoints carry rotary frequencies, which follow from config.json.
+        extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
+        if extra:
+            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            raise WeightError(f"the checkpoint has tensors that this model does not use: {', '.join(extra[:3])}{more}")
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise WeightError(f"{path.name} cannot be read: {error}") from error
+        return self._open[path]
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_index(index).values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"; found {', '.join(others[:3])}" if others else ""
+        raise WeightError(f"{folder} has no model.safetensors and no model.safetensors.index.json{found}")
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise WeightError(f"weight file {name} named by {index.name} is missing from {folder}")
+    return [folder / name for name in names]
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(f"{path.name} is not a safetensors index: {error!r}") from error
+    return {str(key): str(value) for key, value in content.items()}
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    """Name → entry of every tensor in `file`; raises WeightError naming the first tensor that the file cuts off."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise WeightError(f"{file.name} is truncated: its header is cut off")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise WeightError(f"{file.name} has no safetensors header: {error}") from error
+    entries = {}
+    for name, fields in sorted(header.items()):
+        if name == "__metadata__":
+            continue
+        if 8 + length + fields["data_offsets"][1] > size:
+            raise WeightError(f"tensor {name} is truncated: {file.name} ends after {size} bytes")
+        entries[name] = _Entry(file, fields["dtype"], tuple(fields["shape"]))
+    return entries
+
+
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` as `dtype`, its memory its own (never a view of the mapped file)."""
+    return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
