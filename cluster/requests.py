@@ -72,6 +72,7 @@ class RequestMachine:
             case moves.Submitted(attempt):
                 self._take_acceptance(attempt)
             case moves.Ticked() if self.phase not in (Phase.NEW, Phase.ENDED):
+                self._wake = -_NEVER  # spent, even if it came a little early: event loops round to milliseconds
                 self._take_time(now)
             case moves.Started() if self.phase is Phase.NEW:
                 self._start(now)

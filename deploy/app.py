@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from cluster.actors import coordinator_services, find_coordinator, open_coordinator
 from cluster.bundles import Resources, group_bundles
@@ -57,6 +58,9 @@ def run(config: ClusterConfig, model: Path, on_progress: Progress, *, address: s
     service = Service(link, config.service_name, _run_dir())
     try:
         service.start(make_plan(config, model), on_progress)
+    except (ServiceError, RayError) as error:
+        logs = service.abandon(keep_logs=True)
+        raise ServiceError(f"{error}\nRay's logs are kept in {logs}" if logs else str(error)) from error
     except BaseException:
         service.abandon()
         raise

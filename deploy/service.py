@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from cluster.actors import end_coordinator, open_coordinator
 from cluster.bundles import Resources, shortage
 from cluster.notices import Notice
-from deploy.cluster import RayLink, remember, stop_ray
+from deploy.cluster import RayLink, logs_of, remember, stop_ray
 
 Progress = Callable[[str], None]
 
@@ -32,7 +32,7 @@ PLACE_S = 25.0
 HEALTH_S = 60.0
 """How long the HTTP side may take once every group is ready."""
 _NEWS_S = 1.0
-_LOOK_S = 0.05
+_LOOK_S = 0.1
 
 
 class ServiceError(RuntimeError):
@@ -97,10 +97,12 @@ class Service:
         Ray if it is ours."""
         self._remove(keep_logs=False)
 
-    def abandon(self) -> None:
-        """Remove what `start` has left when it failed. The logs of our own Ray stay, and the error says where."""
-        self._drain_s = min(self._drain_s, 10.0)
-        self._remove(keep_logs=False)
+    def abandon(self, *, keep_logs: bool = False) -> Path | None:
+        """Remove what `start` has left when it did not succeed. `keep_logs`: those of our own Ray stay where the answer
+        says, if anything ran at all."""
+        kept = logs_of(self._link) if keep_logs and self._began_serve else None
+        self._remove(keep_logs=kept is not None)
+        return kept
 
     def _remove(self, *, keep_logs: bool) -> None:
         if self._note:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 
 class Precision(Enum):
@@ -151,7 +152,7 @@ def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:
     """[start, stop) of each of `parts` contiguous shares of `total`; the first `total % parts` get one more."""
     small, extra = divmod(total, parts)
     starts = [part * small + min(part, extra) for part in range(parts + 1)]
-    return tuple(zip(starts, starts[1:], strict=False))
+    return tuple(pairwise(starts))
 
 
 def shard_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:

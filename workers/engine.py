@@ -154,8 +154,8 @@ class Engine:
         return answer
 
     def enter(self, epoch: int) -> None:
-        """The coordinator knows this group as `epoch` from now on (a new one, when it was itself restarted): so messages
-        and reports say, those of open streams too."""
+        """The coordinator knows this group as `epoch` from now on (it changes when the coordinator was restarted): so
+        say messages and reports, those of open streams too."""
         with self._lock:
             self.epoch = epoch
             for subscriber in self._subscribers.values():

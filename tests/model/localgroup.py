@@ -41,7 +41,9 @@ class LocalGroup:
             self._followers.append(thread)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ranks[0].stop()
         for thread in self._followers:
             thread.join(timeout=30)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +24,25 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a path short enough for Ray's sockets below it; what is left in `folder / "t"` would be ours."""
+    made = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
+
+
 @contextmanager
-def serving(tmp_path: Path, tiny_model: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`tidegate serve` in a session of its own, with its temporary folder and cache below `tmp_path`."""
+def serving(folder: Path, tiny_model: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`tidegate serve` in a session of its own, with its temporary folder and cache below `folder`."""
     port = free_port()
-    config = tmp_path / "config.yaml"
+    config = folder / "config.yaml"
     config.write_text(
         f"model: {tiny_model}\nserved_model_names: tiny\ndevice: cpu\ndtype: fp32\nthreads: 1\nport: {port}\n"
         "kv_memory: 16MiB\nmax_model_len: 4096\ndrain_s: 5\n"
     )
-    (tmp_path / "t").mkdir()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "t"), "TIDEGATE_CACHE": str(tmp_path / "cache")}
+    (folder / "t").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / "t"), "TIDEGATE_CACHE": str(folder / "cache")}
     environment.pop("RAY_AUTH_MODE", None)
     command = [sys.executable, "-m", "deploy", "serve", "--config", str(config), *more]
     with subprocess.Popen(
@@ -61,19 +71,20 @@ def is_up(port: int) -> bool:
         return False
 
 
-def assert_nothing_left(tmp_path: Path, started: list[psutil.Process]) -> None:
+def assert_nothing_left(folder: Path, started: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
-    assert not list((tmp_path / "t").glob("tidegate-*"))
-    assert not list((tmp_path / "cache" / "run").glob("*.json"))
+    assert not list((folder / "t").glob("tidegate-*"))
+    assert not list((folder / "cache" / "run").glob("*.json"))
 
 
-def test_a_service_answers_shows_its_status_and_ends_without_a_trace(tmp_path: Path, tiny_model: Path) -> None:
-    with serving(tmp_path, tiny_model) as (process, port):
+def test_a_service_answers_shows_its_status_and_ends_without_a_trace(folder: Path, tiny_model: Path) -> None:
+    with serving(folder, tiny_model) as (process, port):
         eventually(lambda: is_up(port), 180)
-        eventually(lambda: list((tmp_path / "cache" / "run").glob("*.json")), 20)
+        eventually(lambda: list((folder / "cache" / "run").glob("*.json")), 20)
+        assert list((folder / "t").glob("tidegate-*")), "where its files lie while it runs"
         started = below(process)
-        environment = {**os.environ, "TIDEGATE_CACHE": str(tmp_path / "cache")}
+        environment = {**os.environ, "TIDEGATE_CACHE": str(folder / "cache")}
         environment.pop("RAY_AUTH_MODE", None)
         command = [sys.executable, "-m", "deploy", "status", "--json"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -87,20 +98,20 @@ def test_a_service_answers_shows_its_status_and_ends_without_a_trace(tmp_path: P
             assert next(lines).startswith("data:")
             os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to everything on the terminal
             assert process.wait(60) in (0, 130)
-        assert_nothing_left(tmp_path, started)
+        assert_nothing_left(folder, started)
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing_either(tmp_path: Path, tiny_model: Path) -> None:
-    with serving(tmp_path, tiny_model) as (process, _):
+def test_an_interrupt_while_it_starts_leaves_nothing_either(folder: Path, tiny_model: Path) -> None:
+    with serving(folder, tiny_model) as (process, _):
         eventually(lambda: any("ServeReplica" in " ".join(child.cmdline()) for child in below(process)), 120)
         started = below(process)
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
-        assert_nothing_left(tmp_path, started)
+        assert_nothing_left(folder, started)
 
 
-def test_a_killed_launcher_takes_its_ray_with_it(tmp_path: Path, tiny_model: Path) -> None:
-    with serving(tmp_path, tiny_model) as (process, port):
+def test_a_killed_launcher_takes_its_ray_with_it(folder: Path, tiny_model: Path) -> None:
+    with serving(folder, tiny_model) as (process, port):
         eventually(lambda: is_up(port), 180)
         started = below(process)
         process.kill()
@@ -109,10 +120,10 @@ def test_a_killed_launcher_takes_its_ray_with_it(tmp_path: Path, tiny_model: Pat
         assert not alive
 
 
-def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_busy_port_is_refused_before_anything_starts(folder: Path, tiny_model: Path) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        with serving(tmp_path, tiny_model, "--port", str(port)) as (process, _):
+        with serving(folder, tiny_model, "--port", str(port)) as (process, _):
             assert process.wait(60) == 1
             assert process.stdout is not None and f"cannot listen on 127.0.0.1:{port}" in process.stdout.read()
-        assert not list((tmp_path / "t").iterdir())
+        assert not list((folder / "t").iterdir())

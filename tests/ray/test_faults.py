@@ -24,9 +24,9 @@ PROMPT = "The lighthouse keeper said"
 
 
 def test_a_killed_rank_costs_its_clients_a_pause_and_its_group_is_rebuilt(tiny: Stage) -> None:
-    undisturbed = tiny.complete(PROMPT, max_tokens=700)["choices"][0]["text"]
+    undisturbed = tiny.complete(PROMPT, max_tokens=400)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(lambda: _text(tiny, 700))
+        answer = pool.submit(lambda: _text(tiny, 400))
         busy = eventually(lambda: [group for group in tiny.groups() if group["running"]])[0]
         os.kill(busy["ranks"][0]["pid"], signal.SIGKILL)
         assert answer.result() == undisturbed
@@ -61,10 +61,10 @@ def test_a_killed_ingress_loses_its_requests_when_its_lease_lapses(tiny: Stage) 
 
 
 def test_a_restarted_coordinator_costs_nobody_anything(tiny: Stage) -> None:
-    undisturbed = tiny.complete(PROMPT, max_tokens=700)["choices"][0]["text"]
+    undisturbed = tiny.complete(PROMPT, max_tokens=400)["choices"][0]["text"]
     epochs = {group["group"]: group["epoch"] for group in tiny.groups()}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(lambda: _text(tiny, 700))
+        answer = pool.submit(lambda: _text(tiny, 400))
         eventually(lambda: tiny.total("running"))
         ray.kill(find_coordinator("tidegate"), no_restart=False)
         assert answer.result() == undisturbed
@@ -77,7 +77,7 @@ def test_a_restarted_coordinator_costs_nobody_anything(tiny: Stage) -> None:
         return found.keys() == epochs.keys() and all(found[name] > epochs[name] for name in epochs)
 
     eventually(joined_again, 20)
-    assert _text(tiny, 700) == undisturbed, "streams that were open before carry what comes after"
+    assert _text(tiny, 400) == undisturbed, "streams that were open before carry what comes after"
 
 
 def test_a_group_without_a_place_fails_at_once_with_the_numbers(stage: Stage, tiny_config: ClusterConfig) -> None:

@@ -37,7 +37,7 @@ def test_two_groups_share_the_load(tiny: Stage) -> None:
     before = {group["group"]: group["epoch"] for group in tiny.groups()}
     assert len(before) == 2
     with ThreadPoolExecutor(16) as pool:
-        work = [pool.submit(lambda n: list(tiny.stream([n + 3] * 30, max_tokens=800)), n) for n in range(16)]
+        work = [pool.submit(lambda n: list(tiny.stream([n + 3] * 30, max_tokens=300)), n) for n in range(16)]
         eventually(lambda: all(group["running"] >= 5 for group in tiny.groups()), 20)
         assert all(len(answer.result()) > 1 for answer in work)
 
@@ -61,7 +61,7 @@ def test_a_rank_runs_with_the_threads_it_was_given(tiny: Stage) -> None:
 
 def test_calls_are_answered_while_many_streams_are_read(tiny: Stage) -> None:
     with ThreadPoolExecutor(24) as pool:
-        work = [pool.submit(lambda n: list(tiny.stream([n + 3] * 20, max_tokens=400)), n) for n in range(24)]
+        work = [pool.submit(lambda n: list(tiny.stream([n + 3] * 20, max_tokens=200)), n) for n in range(24)]
         eventually(lambda: tiny.total("running") >= 20, 20)
         names = {group["group"]: group["reported_s"] for group in tiny.groups()}
         assert max(names.values()) < 3.0, "reports came through"

@@ -64,6 +64,7 @@ def test_the_real_model_on_two_ranks_answers_a_chat(stage: Stage, tiny_config: C
     assert len([piece for piece in pieces if piece]) > 3
 
 
+@pytest.mark.slow
 def test_a_killed_follower_takes_its_group_along_and_the_answer_goes_on(
     stage: Stage, tiny_config: ClusterConfig, smollm2: Path
 ) -> None:

@@ -144,7 +144,9 @@ def test_reports_tell_blocks_commitments_and_sessions() -> None:
 
 
 class Counting(ShadowGroup):
-    plans: list[StepPlan] = []
+    def __init__(self, blocks: int, block_size: int) -> None:
+        super().__init__(blocks, block_size)
+        self.plans: list[StepPlan] = []
 
     def launch(self, plan: StepPlan) -> object:
         self.plans.append(plan)
@@ -153,7 +155,6 @@ class Counting(ShadowGroup):
 
 def test_an_idle_engine_keeps_its_ranks_awake_and_says_how_long_it_may_sleep() -> None:
     group = Counting(32, 4)
-    group.plans = []
     engine = make(group, keepalive_s=2.0)
     assert engine.turn(3.0) and not engine.turn(3.5)
     assert engine.patience(3.5) == pytest.approx(1.5)

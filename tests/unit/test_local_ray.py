@@ -9,9 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.cluster import RayLink, make_token, recall, remember
+import pytest
+
+from deploy.cluster import RayLink, make_token, recall, remember, sweep
 
 LINK = RayLink("127.0.0.1:6379", "/somewhere", "/somewhere/token")
+
+
+@pytest.fixture
+def gone() -> int:
+    """The id of a process that has ended."""
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    return int(done.stdout)
 
 
 def test_a_token_is_for_its_owner_alone_and_stays_the_same(tmp_path: Path) -> None:
@@ -32,13 +41,21 @@ def test_a_running_service_is_found_by_its_name_or_as_the_only_one(tmp_path: Pat
     assert recall(tmp_path, "another") is None
 
 
-def test_what_a_dead_process_or_another_version_left_is_no_service(tmp_path: Path) -> None:
+def test_what_a_dead_process_or_another_version_left_is_no_service(tmp_path: Path, gone: int) -> None:
     note = remember(LINK, tmp_path, "tidegate", "http://127.0.0.1:8000")
-    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     found = json.loads(note.read_text())
-    note.write_text(json.dumps(found | {"pid": int(done.stdout)}))
+    note.write_text(json.dumps(found | {"pid": gone}))
     assert recall(tmp_path) is None
     note.write_text(json.dumps({"pid": os.getpid(), "link": {"unknown": 1}, "url": ""}))
     assert recall(tmp_path) is None
     note.write_text("{")
     assert recall(tmp_path) is None
+
+
+def test_only_folders_whose_owner_is_gone_are_swept(tmp_path: Path, gone: int) -> None:
+    for name, owner in {"tidegate-dead": gone, "tidegate-alive": os.getpid(), "other": gone}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pid").write_text(str(owner))
+    (tmp_path / "tidegate-logs").mkdir()
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"tidegate-alive", "tidegate-logs", "other"}

@@ -137,6 +137,14 @@ def test_a_lost_ask_is_repeated_with_the_same_attempt(bench: Bench) -> None:
     assert asks[1].age == bench.now
 
 
+def test_an_alarm_that_comes_a_little_early_is_set_again(bench: Bench) -> None:
+    bench.feed(moves.AskLost(0))
+    wake = bench.all(moves.Wake)[-1]
+    assert isinstance(wake, moves.Wake) and wake.at is not None
+    bench.now = wake.at - 0.0005
+    assert bench.feed(moves.Ticked()) == [wake], "else nothing would ever wake it"
+
+
 def test_a_dead_group_costs_a_pause_and_no_token(bench: Bench) -> None:
     first = bench.run()
     bench.arrive(0, 10, 11, cached=1)

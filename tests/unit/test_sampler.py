@@ -138,3 +138,14 @@ def test_an_infinite_mask_is_never_drawn() -> None:
     tokens = sample(values, [Draw(temperature=3.0, seed=seed, position=1) for seed in range(200)])
     assert max(tokens) < 10
     assert len(set(tokens)) > 5
+
+
+@pytest.mark.parametrize("tied", [5, 64, 100, 1500, 20_000])
+def test_tokens_tied_at_a_cut_all_stay(tied: int) -> None:
+    values = torch.full((1, 30_000), -5.0)
+    values[0, :tied] = 1.0
+    draws = [Draw(temperature=0.5, top_k=3, seed=seed, position=2) for seed in range(300)]
+    tokens = sample(values.expand(300, -1), draws)
+    assert max(tokens) < tied
+    assert max(tokens) > tied * 0.7
+    assert min(tokens) < tied * 0.3

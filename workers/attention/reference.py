@@ -44,9 +44,21 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """`write`: where the step's keys and values go, int64 [T * 2 * heads]. `narrow` (the pool's dtype) and `wide`
+    (fp32; the same memory where the pool is fp32) take one gather at a time, [largest gather, head_dim]. They are made
+    once per step, as fresh memory for every layer would cost more than the copy into it."""
+
     write: Tensor
     decodes: tuple[_Decode, ...]
     chunks: tuple[_Chunk, ...]
+    narrow: Tensor
+    wide: Tensor
+
+    def read(self, vectors: Tensor, index: Tensor) -> Tensor:
+        """vectors[index] in fp32, [len(index), head_dim]; valid until the next read."""
+        narrow, wide = self.narrow[: len(index)], self.wide[: len(index)]
+        torch.index_select(vectors, 0, index, out=narrow)
+        return wide if self.wide is self.narrow else wide.copy_(narrow)
 
 
 class ReferenceAttention:
@@ -63,7 +75,11 @@ class ReferenceAttention:
         single = [span for span in batch.spans if span.count == 1]
         decodes = tuple(self._decode(rows, len(batch.tokens)) for rows in _buckets(single))
         chunks = tuple(self._chunk(span) for span in batch.spans if span.count > 1)
-        return _Step(self._pool.rows(batch.slots).view(-1), decodes, chunks)
+        gathers = [decode.index for decode in decodes] + [chunk.index for chunk in chunks]
+        size = max(len(index) for index in gathers)
+        narrow = torch.empty(size, self._pool.head_dim, dtype=self._pool.dtype, device=self._pool.device)
+        wide = narrow if narrow.dtype == torch.float32 else torch.empty_like(narrow, dtype=torch.float32)
+        return _Step(self._pool.rows(batch.slots).view(-1), decodes, chunks, narrow, wide)
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, step: object) -> Tensor:
         """See AttentionBackend.attend."""
@@ -72,29 +88,29 @@ class ReferenceAttention:
         vectors = pool.vectors(layer)
         vectors.index_copy_(0, step.write, kv.to(pool.dtype).reshape(-1, pool.head_dim))
         if len(step.decodes) == 1 and step.decodes[0].rows is None:
-            return self._attend_decode(vectors, query, step.decodes[0])
+            return self._attend_decode(step, vectors, query, step.decodes[0])
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
         for decode in step.decodes:
             assert decode.rows is not None
-            out[decode.rows] = self._attend_decode(vectors, query.index_select(0, decode.rows), decode)
+            out[decode.rows] = self._attend_decode(step, vectors, query.index_select(0, decode.rows), decode)
         for chunk in step.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
-            out[part] = self._attend_chunk(vectors, query[part], chunk)
+            out[part] = self._attend_chunk(step, vectors, query[part], chunk)
         return out
 
-    def _attend_decode(self, vectors: Tensor, query: Tensor, decode: _Decode) -> Tensor:
+    def _attend_decode(self, step: _Step, vectors: Tensor, query: Tensor, decode: _Decode) -> Tensor:
         """[B, q_heads, head_dim] → [B, q_heads * head_dim]."""
         heads, dim = self._pool.heads, self._pool.head_dim
         rows = query.shape[0]
-        keys, values = vectors.index_select(0, decode.index).float().view(2, rows * heads, decode.length, dim).unbind(0)
+        keys, values = step.read(vectors, decode.index).view(2, rows * heads, decode.length, dim).unbind(0)
         grouped = query.float().reshape(rows * heads, -1, dim)
         scores = torch.baddbmm(decode.mask, grouped, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(scores.softmax(-1), values).view(rows, -1).to(query.dtype)
 
-    def _attend_chunk(self, vectors: Tensor, query: Tensor, chunk: _Chunk) -> Tensor:
+    def _attend_chunk(self, step: _Step, vectors: Tensor, query: Tensor, chunk: _Chunk) -> Tensor:
         """[count, q_heads, head_dim] → [count, q_heads * head_dim]."""
         heads, dim = self._pool.heads, self._pool.head_dim
-        keys, values = vectors.index_select(0, chunk.index).float().view(2, 1, heads, -1, dim).unbind(0)
+        keys, values = step.read(vectors, chunk.index).view(2, 1, heads, -1, dim).unbind(0)
         out = scaled_dot_product_attention(
             query.float().transpose(0, 1)[None],
             keys,
