@@ -16,9 +16,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from cluster.cards import PROTOCOL, GroupCard, GroupState, Reply
-from cluster.coordinator import Coordinator
-from cluster.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
 from cluster.notices import Notice, NoticeBoard
 from workers.plan import GroupReport
 

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.bundles import Resources
-from cluster.cards import Reply
+from cluster.coordination.cards import Reply
 from cluster.incarnation import CannotStart, Incarnation, reason
 from cluster.links import CoordinatorLink
 from cluster.loopback import keep_on_loopback

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import NAMESPACE
 from cluster.bundles import Resources
-from cluster.cards import GroupCard, RankCard
+from cluster.coordination.cards import GroupCard, RankCard
 from workers.actors import RankActor
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import RankFacts

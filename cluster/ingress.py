@@ -17,14 +17,14 @@ from pathlib import Path
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.dispatch import Requests
 from cluster.generation import Generation, ModelCard
 from cluster.links import CoordinatorLink, EngineLink
 from cluster.loopback import keep_on_loopback
 from cluster.namespaces import choose_scope, namespace
-from cluster.routes import build_app
+from cluster.protocol.routes import build_app
+from cluster.requests.dispatch import Requests
 from cluster.settings import IngressSettings
-from cluster.text import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from workers.models.spec import ModelSpec
 
 CAPACITY_S = 2.0

@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
 
 from cluster.actors import NAMESPACE, CoordinatorMissing, find_coordinator, open_coordinator
-from cluster.cards import PROTOCOL, GroupCard, GroupState, Reply
-from cluster.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
 from workers.actors import Refused
 from workers.errors import EngineRefused
 from workers.outbox import Message

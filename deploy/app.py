@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from cluster.actors import coordinator_services, find_coordinator, open_coordinator
 from cluster.bundles import Resources, group_bundles
-from cluster.cards import PROTOCOL
+from cluster.coordination.cards import PROTOCOL
 from cluster.group import GroupOwner
 from cluster.ingress import Ingress
 from deploy.catalog import fingerprint, resolve

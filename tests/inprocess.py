@@ -7,14 +7,14 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from cluster.cards import GroupCard, GroupState
-from cluster.coordinator import Coordinator
-from cluster.dispatch import Requests
+from cluster.coordination.cards import GroupCard, GroupState
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
 from cluster.generation import Generation
-from cluster.grants import Ask, Grant, Outcome, Refusal
-from cluster.ports import EnginePort
-from cluster.subscription import Rhythm
-from cluster.work import Endurance
+from cluster.requests.dispatch import Requests
+from cluster.requests.ports import EnginePort
+from cluster.requests.subscription import Rhythm
+from cluster.requests.work import Endurance
 from tests.standin import StandInEngine, expected_output
 from workers.errors import EngineRefused
 from workers.outbox import Message

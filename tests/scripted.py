@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cluster.generation import Generation, GroupHealth, Health, ModelCard
-from cluster.routes import build_app
-from cluster.template import ChatTemplate
-from cluster.text import Tokenizer
+from cluster.protocol.routes import build_app
+from cluster.text.template import ChatTemplate
+from cluster.text.tokenizer import Tokenizer
 from workers.plan import Finish, TokenEvent
 
 CHATML = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.cards import GroupCard
+from cluster.coordination.cards import GroupCard
 from tests.standin import StandInEngine
 from workers.plan import GroupDead
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster import moves
-from cluster.grants import Grant
-from cluster.requests import RequestMachine
+from cluster.coordination.grants import Grant
+from cluster.requests.machine import RequestMachine, moves
 from workers.errors import CODE_NO_LEASE, EngineRefused
 from workers.outbox import Message, Outbox
 from workers.plan import Finish, GroupDead

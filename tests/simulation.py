@@ -13,13 +13,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster import moves
-from cluster.coordinator import Coordinator
-from cluster.grants import Grant
-from cluster.ledger import Stage
-from cluster.placement import Bounds
-from cluster.requests import RequestMachine
-from cluster.work import Endurance, Work
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.grants import Grant
+from cluster.coordination.ledger import Stage
+from cluster.coordination.placement import Bounds
+from cluster.requests.machine import RequestMachine, moves
+from cluster.requests.work import Endurance, Work
 from tests.simulated_group import SimulatedGroup
 from tests.simulated_ingress import SimulatedIngress
 from tests.standin import expected_output

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster.actors import CoordinatorMissing, end_coordinator, find_coordinator, open_coordinator
-from cluster.cards import PROTOCOL
+from cluster.coordination.cards import PROTOCOL
 from cluster.links import CoordinatorLink
 from tests.ray.stage import Stage, eventually
 

@@ -9,9 +9,9 @@ import time
 import httpx
 import pytest
 
-from cluster import body
-from cluster.api import ChatRequest, CompletionRequest
 from cluster.errors import ApiError
+from cluster.protocol import body
+from cluster.protocol.api import ChatRequest, CompletionRequest
 from tests.scripted import Call, app_of, says, send
 
 GOOD = b'{"model": "tiny", "prompt": "hi"}'

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.fields import CHAT, COMPLETION
+from cluster.protocol.fields import CHAT, COMPLETION
 from tests.scripted import app_of, chat, complete, says
 
 APP = app_of(says("ok"))

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.api import ChatRequest, CompletionRequest
-from cluster.fields import CHAT, COMPLETION, MESSAGE
+from cluster.protocol.api import ChatRequest, CompletionRequest
+from cluster.protocol.fields import CHAT, COMPLETION, MESSAGE
 from tests.scripted import app_of, chat, complete, says
 
 APP = app_of(says("the fox", by=2))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.generation import Generation, ModelCard
-from cluster.routes import build_app
+from cluster.protocol.routes import build_app
 from tests.scripted import CARD, END, TINY, Call, Scripted, app_of, chat, complete, ids, says, send
 from workers.sequence import Priority
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import deploy
-from cluster.cards import GroupCard, RankCard
-from cluster.coordinator import Coordinator
+from cluster.coordination.cards import GroupCard, RankCard
+from cluster.coordination.coordinator import Coordinator
 from deploy.__main__ import cli
 from deploy.config import ClusterConfig
 from deploy.console import Stages

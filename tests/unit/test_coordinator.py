@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.cards import GroupCard, Standing
-from cluster.coordinator import Coordinator
-from cluster.experience import Experience
-from cluster.grants import Ask, Grant, Outcome, Refusal
-from cluster.placement import Bounds
+from cluster.coordination.cards import GroupCard, Standing
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.experience import Experience
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.placement import Bounds
 from kvstore.store import PoolReport
 from workers.plan import Finish, GroupReport
 

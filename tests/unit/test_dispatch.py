@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.work import Endurance
+from cluster.requests.work import Endurance
 from tests.inprocess import FAST, InProcessCluster, InProcessEngine, check, generation
 
 

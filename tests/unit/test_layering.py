@@ -32,16 +32,22 @@ SHELLS = {
     "workers.sampler",
     "workers.weights",
     "cluster.actors",
-    "cluster.generating",
+    "cluster.protocol.generating",
     "cluster.group",
     "cluster.incarnation",
     "cluster.ingress",
     "cluster.links",
     "cluster.loopback",
-    "cluster.routes",
-    "cluster.template",
+    "cluster.protocol.routes",
+    "cluster.text.template",
 }
-TEXT = ("cluster.text", "cluster.template", "cluster.api", "cluster.routes", "cluster.errors")
+TEXT = (
+    "cluster.text.tokenizer",
+    "cluster.text.template",
+    "cluster.protocol.api",
+    "cluster.protocol.routes",
+    "cluster.errors",
+)
 CONFIG = ("deploy.config", "deploy.catalog", "deploy.bench")
 
 
@@ -108,7 +114,9 @@ def test_calls_go_down() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("planted", ["import cluster.view", "from deploy import config", "def f():\n import cluster"])
+@pytest.mark.parametrize(
+    "planted", ["import cluster.coordination.view", "from deploy import config", "def f():\n import cluster"]
+)
 def test_an_import_that_goes_up_is_seen(planted: str) -> None:
     assert violations(ROOT / "workers" / "x.py", planted)
 

@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 
-from cluster import moves
-from cluster.grants import Grant, Refusal
-from cluster.requests import FAILED, TIMED_OUT, Phase, RequestMachine
-from cluster.work import Endurance, Work
+from cluster.coordination.grants import Grant, Refusal
+from cluster.requests.machine import FAILED, TIMED_OUT, Phase, RequestMachine, moves
+from cluster.requests.work import Endurance, Work
 from workers.plan import Finish, TokenEvent
 from workers.sequence import Sampling
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from cluster.answers import ChatCompletion, ChatCompletionChunk, Completion
 from cluster.generation import Generation, GroupHealth, Health
+from cluster.protocol.answers import ChatCompletion, ChatCompletionChunk, Completion
 from tests.scripted import Scripted, app_of, chat, complete, events, ids, says, send, tiny
 from workers.plan import TokenEvent
 
@@ -55,7 +55,7 @@ def test_health_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.Event().wait()
             raise AssertionError
 
-    monkeypatch.setattr("cluster.routes.HEALTH_PATIENCE_S", 0.01)
+    monkeypatch.setattr("cluster.protocol.routes.HEALTH_PATIENCE_S", 0.01)
     assert send(app_of(Hanging(says(""))), "GET", "/health").status_code == 503
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from cluster.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
-from cluster.vocabulary import Vocabulary
+from cluster.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
+from cluster.text.vocabulary import Vocabulary
 from tests.scripted import byte_level
 
 BYTES = byte_level()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.stops import StopMatcher
-from cluster.text import Transcript
+from cluster.text.stops import StopMatcher
+from cluster.text.tokenizer import Transcript
 from tests.scripted import TINY, byte_level, ids
 
 

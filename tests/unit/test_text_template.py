@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from cluster.errors import ApiError
-from cluster.template import ChatTemplate
+from cluster.text.template import ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from cluster.errors import ApiError
-from cluster.template import ChatTemplate
-from cluster.text import Tokenizer
-from cluster.vocabulary import Vocabulary
+from cluster.text.template import ChatTemplate
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.vocabulary import Vocabulary
 from tests.scripted import CHATML, END, SPECIAL, TINY, byte_level, tiny
 
 START = TINY.special_id("<|im_start|>")

@@ -14,16 +14,16 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from cluster import body
-from cluster.answers import ChatChunks, ChatCompletion, Chunks, Completion
-from cluster.api import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Sampled
-from cluster.choice import Choice, collected, merged
-from cluster.connection import Connection
 from cluster.errors import ApiError
-from cluster.fields import CHAT, COMPLETION, Neutral, refuse_in_messages, refuse_unserved
 from cluster.generation import Completer
-from cluster.intake import Intake
-from cluster.streams import EventStream
+from cluster.protocol import body
+from cluster.protocol.answers import ChatChunks, ChatCompletion, Chunks, Completion
+from cluster.protocol.api import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Sampled
+from cluster.protocol.choice import Choice, collected, merged
+from cluster.protocol.connection import Connection
+from cluster.protocol.fields import CHAT, COMPLETION, Neutral, refuse_in_messages, refuse_unserved
+from cluster.protocol.intake import Intake
+from cluster.protocol.streams import EventStream
 
 LONG_BODY = 64 * 1024
 """Bytes; a longer body is parsed in a thread."""

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cluster import moves
-from cluster.batcher import Batcher
-from cluster.crew import Crew
+from cluster.coordination.grants import Ask, Outcome
 from cluster.errors import ApiError
 from cluster.generation import Generation, Health
-from cluster.grants import Ask, Outcome
-from cluster.mailbox import Mailbox
-from cluster.ports import CoordinatorPort, EnginePort
-from cluster.readiness import Readiness
-from cluster.requests import RequestMachine
-from cluster.subscription import Rhythm, Subscription
-from cluster.wire import Wire
-from cluster.work import Endurance, Work
+from cluster.requests import moves
+from cluster.requests.batcher import Batcher
+from cluster.requests.crew import Crew
+from cluster.requests.machine import RequestMachine
+from cluster.requests.mailbox import Mailbox
+from cluster.requests.ports import CoordinatorPort, EnginePort
+from cluster.requests.readiness import Readiness
+from cluster.requests.subscription import Rhythm, Subscription
+from cluster.requests.wire import Wire
+from cluster.requests.work import Endurance, Work
 from workers.plan import TokenEvent
 
 _log = logging.getLogger(__name__)

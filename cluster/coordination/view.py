@@ -8,10 +8,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from cluster.cards import GroupCard, GroupState, Standing
-from cluster.chains import Chains
-from cluster.grants import Incarnation
-from cluster.ledger import Ledger, OpenGrant, Stage
+from cluster.coordination.cards import GroupCard, GroupState, Standing
+from cluster.coordination.chains import Chains
+from cluster.coordination.grants import Incarnation
+from cluster.coordination.ledger import Ledger, OpenGrant, Stage
 from workers.plan import GroupReport
 
 BACKLOG_STEPS = 8

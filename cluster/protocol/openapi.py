@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cluster.api import ChatRequest, CompletionRequest
+from cluster.protocol.api import ChatRequest, CompletionRequest
 
 COMPONENTS = "#/components/schemas/{model}"
 SESSION_HEADER = {

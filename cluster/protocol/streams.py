@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, suppress
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cluster.answers import DONE, Chunks, event
-from cluster.choice import Choice, Delta
-from cluster.connection import Connection, Gone
-from cluster.envelope import log_failure
 from cluster.errors import ApiError, internal
+from cluster.protocol.answers import DONE, Chunks, event
+from cluster.protocol.choice import Choice, Delta
+from cluster.protocol.connection import Connection, Gone
+from cluster.protocol.envelope import log_failure
 
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
 from workers.plan import TokenEvent
 from workers.sequence import Request
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster import moves
-from cluster.batcher import Batcher
-from cluster.crew import Crew
-from cluster.subscription import StreamLost, Subscription
+from cluster.requests import moves
+from cluster.requests.batcher import Batcher
+from cluster.requests.crew import Crew
+from cluster.requests.subscription import StreamLost, Subscription
 from workers.errors import CODE_NO_LEASE
 from workers.plan import GroupDead
 from workers.sequence import Request

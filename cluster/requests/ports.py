@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from cluster.cards import GroupState
-from cluster.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import GroupState
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
 from workers.errors import EngineRefused
 from workers.outbox import Message
 from workers.sequence import Request

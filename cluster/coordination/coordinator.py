@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from cluster.cards import PROTOCOL, GroupCard, GroupState, Reply, Standing
-from cluster.experience import Experience
-from cluster.grants import REFUSED_STALE, Ask, Grant, Outcome, Refusal
-from cluster.ledger import OpenGrant, Stage
-from cluster.placement import Bounds, Full, blocks_for, place, refuse_full
-from cluster.view import GroupView, View
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, Standing
+from cluster.coordination.experience import Experience
+from cluster.coordination.grants import REFUSED_STALE, Ask, Grant, Outcome, Refusal
+from cluster.coordination.ledger import OpenGrant, Stage
+from cluster.coordination.placement import Bounds, Full, blocks_for, place, refuse_full
+from cluster.coordination.view import GroupView, View
 from workers.plan import Finish, GroupReport
 
 SWEEP_S = 1.0

@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.cards import GroupState, Standing
+from cluster.coordination.cards import GroupState, Standing
 from cluster.generation import GroupHealth, Health
-from cluster.ports import CoordinatorPort
+from cluster.requests.ports import CoordinatorPort
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from cluster.api import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Prompt, Sampled
-from cluster.choice import Choice
 from cluster.errors import ApiError, model_not_found
 from cluster.generation import Generation, ModelCard
-from cluster.text import Tokenizer
+from cluster.protocol.api import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Prompt, Sampled
+from cluster.protocol.choice import Choice
+from cluster.text.tokenizer import Tokenizer
 from workers.sequence import Sampling
 
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cluster.choice import Choice
+from cluster.protocol.choice import Choice
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import tokenizers
 
-from cluster.vocabulary import Vocabulary
+from cluster.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PATIENCE = 8

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from cluster.crew import Crew
+from cluster.requests.crew import Crew
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from cluster import moves
-from cluster.grants import REFUSED_NEVER_FITS, REFUSED_STALE, Grant, Incarnation, Refusal
-from cluster.moves import Action, Event
-from cluster.work import Attempt, Endurance, Work
+from cluster.coordination.grants import REFUSED_NEVER_FITS, REFUSED_STALE, Grant, Incarnation, Refusal
+from cluster.requests import moves
+from cluster.requests.moves import Action, Event
+from cluster.requests.work import Attempt, Endurance, Work
 from workers.errors import CODE_DEAD, CODE_DRAINING, CODE_DUPLICATE, CODE_NEVER_FITS, CODE_NO_LEASE, CODE_VOID
 from workers.plan import Finish, TokenEvent
 

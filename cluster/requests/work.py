@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.grants import Ask, Grant, Incarnation, Outcome
+from cluster.coordination.grants import Ask, Grant, Incarnation, Outcome
 from workers.plan import Finish
 from workers.sequence import Priority, Request, Sampling
 

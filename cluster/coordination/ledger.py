@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.grants import Ask, Grant
+from cluster.coordination.grants import Ask, Grant
 from workers.plan import GroupReport
 
 

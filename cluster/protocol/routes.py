@@ -15,15 +15,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from cluster.answers import ChatCompletion, Completion
-from cluster.api import ChatRequest, CompletionRequest
-from cluster.envelope import Envelope
 from cluster.errors import ApiError, model_not_found, not_ready
-from cluster.generating import Generating
 from cluster.generation import Completer, Health, ModelCard
-from cluster.intake import Intake
-from cluster.openapi import ERRORS, describe, generating_route
-from cluster.text import Tokenizer
+from cluster.protocol.answers import ChatCompletion, Completion
+from cluster.protocol.api import ChatRequest, CompletionRequest
+from cluster.protocol.envelope import Envelope
+from cluster.protocol.generating import Generating
+from cluster.protocol.intake import Intake
+from cluster.protocol.openapi import ERRORS, describe, generating_route
+from cluster.text.tokenizer import Tokenizer
 
 BODY_LIMIT = 8 * 1024 * 1024
 HEALTH_PATIENCE_S = 2.0

@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.crew import Crew
-from cluster.ports import EnginePort
+from cluster.requests.crew import Crew
+from cluster.requests.ports import EnginePort
 from workers.errors import CODE_DEAD, EngineRefused
 from workers.outbox import Message
 from workers.plan import GroupDead, TokenEvent

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from cluster.stops import MAX_STOP_CHARS, MAX_STOPS
+from cluster.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096

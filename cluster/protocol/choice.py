@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ApiError
 from cluster.generation import Completer, Generation
-from cluster.text import Transcript
+from cluster.text.tokenizer import Transcript
 from workers.plan import Finish, TokenEvent
 
 log = logging.getLogger("tidegate.ingress")

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cluster.grants import REFUSED_FULL, REFUSED_NEVER_FITS, REFUSED_NO_GROUP, Ask, Refusal
-from cluster.view import GroupView
+from cluster.coordination.grants import REFUSED_FULL, REFUSED_NEVER_FITS, REFUSED_NO_GROUP, Ask, Refusal
+from cluster.coordination.view import GroupView
 
 _load = attrgetter("load")
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import tokenizers
 
-from cluster.detokenizer import detokenizer
 from cluster.errors import ApiError
-from cluster.stops import StopMatcher
-from cluster.template import ChatTemplate, read_template, special_names
-from cluster.vocabulary import Vocabulary
+from cluster.text.detokenizer import detokenizer
+from cluster.text.stops import StopMatcher
+from cluster.text.template import ChatTemplate, read_template, special_names
+from cluster.text.vocabulary import Vocabulary
 
 MARKS = range(0xF0000, 0xFFFFE)
 """Private characters: one that a chat does not use marks, through the template, where its texts are cut."""

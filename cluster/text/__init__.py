@@ -1,0 +1,1 @@
+"""Tokens and text: tokenizer, chat templates, incremental detokenising, stop strings. Loads no torch."""
