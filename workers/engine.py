@@ -23,7 +23,7 @@ from workers.errors import (
 )
 from workers.grants import GrantBook
 from workers.outbox import Outbox
-from workers.plan import Group, GroupDead, GroupReport, Limits, StepPlan, TokenEvent
+from workers.plan import Group, GroupDead, GroupReport, Limits, TokenEvent
 from workers.scheduler import Scheduler
 from workers.sequence import Request
 
@@ -40,8 +40,8 @@ class _Subscriber:
 
 
 class Engine:
-    """`depth` steps may be in flight at once (1 or 2); `keepalive_s` bounds the silence between plans when ranks wait
-    in a collective (None: no need); an ingress that does not renew its lease for `lease_s` loses its requests."""
+    """`depth` steps may be in flight at once (1 or 2); an ingress that does not renew its lease for `lease_s` loses its
+    requests; every `audit_s` the block references are compared with the tables."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class Engine:
         epoch: int,
         depth: int = 1,
         lease_s: float = 5.0,
-        keepalive_s: float | None = None,
         audit_s: float = 30.0,
     ) -> None:
         if depth not in (1, 2):
@@ -65,7 +64,6 @@ class Engine:
         self._group = group
         self._depth = depth
         self._lease_s = lease_s
-        self._keepalive_s = keepalive_s
         self._audit_s = audit_s
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[float], None]] = deque()
@@ -76,7 +74,6 @@ class Engine:
         self._grants = GrantBook()
         self._draining = False
         self._reports = 0
-        self._launched_at = 0.0
         self._audited_at = 0.0
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -183,10 +180,9 @@ class Engine:
             self._inbox.popleft()(now)
             busy = True
         self._lapse(now)
-        plan = self._next_plan(now)
+        plan = self._scheduler.schedule(now)
         try:
             if plan is not None:
-                self._launched_at = now
                 self._handles.append(self._group.launch(plan))
             if self._handles and (plan is None or len(self._handles) >= self._depth):
                 result = self._group.wait(self._handles.popleft())
@@ -207,16 +203,7 @@ class Engine:
         expiry = self._scheduler.store.next_expiry()
         if expiry is not None:
             times.append(expiry)
-        if self._keepalive_s is not None:
-            times.append(self._launched_at + self._keepalive_s)
         return max(0.0, min(times) - now) if times else None
-
-    def _next_plan(self, now: float) -> StepPlan | None:
-        plan = self._scheduler.schedule(now)
-        quiet = plan is None and not self._handles and self._keepalive_s is not None
-        if quiet and now - self._launched_at >= (self._keepalive_s or 0.0):
-            return self._scheduler.keepalive()
-        return plan
 
     def _refuse(self, ingress: str, request: Request, key: Key) -> None:
         if self.dead is not None:

@@ -119,10 +119,6 @@ class Scheduler:
         self.counters.recomputed_tokens += draft.recomputed
         return self._launch(draft.finish(step, zero), draft.parts)
 
-    def keepalive(self) -> StepPlan:
-        """An empty plan, to keep the ranks' collectives awake."""
-        return self._launch(StepPlan(self._step + 1), [])
-
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Take in the result of the oldest step in flight: append, seal, finish."""
         step, parts = self._inflight.popleft()

@@ -9,7 +9,7 @@ from tests.shadow import ShadowGroup
 from workers import errors
 from workers.engine import Engine
 from workers.errors import EngineRefused
-from workers.plan import Finish, GroupDead, GroupReport, Limits, StepPlan, StepResult
+from workers.plan import Finish, GroupDead, GroupReport, Limits, StepResult
 from workers.scheduler import Scheduler
 from workers.sequence import Request, Sampling
 
@@ -143,24 +143,16 @@ def test_reports_tell_blocks_commitments_and_sessions() -> None:
     assert report(engine, 21.0).sessions == ((b"n", 0, 0.0),)
 
 
-class Counting(ShadowGroup):
-    def __init__(self, blocks: int, block_size: int) -> None:
-        super().__init__(blocks, block_size)
-        self.plans: list[StepPlan] = []
-
-    def launch(self, plan: StepPlan) -> object:
-        self.plans.append(plan)
-        return super().launch(plan)
-
-
-def test_an_idle_engine_keeps_its_ranks_awake_and_says_how_long_it_may_sleep() -> None:
-    group = Counting(32, 4)
-    engine = make(group, keepalive_s=2.0)
-    assert engine.turn(3.0) and not engine.turn(3.5)
-    assert engine.patience(3.5) == pytest.approx(1.5)
-    assert engine.turn(5.0)
-    assert [plan.rows for plan in group.plans] == [(), ()]
-    assert make().patience(0.0) is None
+def test_an_idle_engine_says_how_long_it_may_sleep() -> None:
+    engine = make(lease_s=5.0)
+    assert engine.patience(0.0) is None
+    engine.subscribe("i", lambda: None, 0.0)
+    assert engine.patience(1.0) == pytest.approx(4.0)
+    engine.submit("i", request())
+    while not engine.idle:
+        engine.turn(1.0)
+    engine.renew("i", 100.0)
+    assert engine.patience(2.0) == pytest.approx(19.0), "then the cached blocks expire"
 
 
 def test_aborts_leave_exactly_one_end_and_no_blocks() -> None:
