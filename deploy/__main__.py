@@ -107,6 +107,8 @@ def _command() -> str:
 
 
 def _wait_for_interrupt() -> None:
+    """Until Ctrl-C or SIGTERM. Ray has put a handler of its own in place that prints a stack first."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Event().wait()
 
 
