@@ -53,12 +53,14 @@ class Case:
 CASES = [
     Case(1, "off", "ample", 512, 1),
     Case(1, "on", "tiny", 16, 2),
+    Case(2, "warm", "ample", 16, 2),
+    Case(3, "warm", "ample", 512, 2),
+]
+SLOW_CASES = [
     Case(1, "warm", "tiny", 512, 1),
     Case(2, "on", "ample", 16, 1),
     Case(2, "off", "tiny", 512, 2),
-    Case(2, "warm", "ample", 16, 2),
     Case(3, "off", "tiny", 16, 1),
-    Case(3, "warm", "ample", 512, 2),
     Case(3, "on", "tiny", 512, 1),
 ]
 
@@ -139,7 +141,11 @@ def tiny_blocks() -> int:
     return -(-(max(LENGTHS) + NEW_TOKENS) // 16) + 6
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"tp{c.tp}-{c.cache}-{c.pool}-chunk{c.chunk}-depth{c.depth}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=lambda c: f"tp{c.tp}-{c.cache}-{c.pool}-chunk{c.chunk}-depth{c.depth}",
+)
 def test_greedy_tokens_equal_transformers(case: Case, goldens: list[Golden], smollm2: Path) -> None:
     blocks = tiny_blocks() if case.pool == "tiny" else 400
     with LocalGroup(settings(smollm2, case), blocks) as group:
@@ -176,21 +182,28 @@ def seeded_requests(goldens: list[Golden]) -> list[Request]:
     return [Request(f"s{i}", prompt, sampling, b"ns") for i, (prompt, sampling) in enumerate(pairs)]
 
 
-def test_seeded_sampling_is_the_same_alone_in_a_batch_after_preemption_and_over_ranks(
-    goldens: list[Golden], smollm2: Path
-) -> None:
-    wanted = seeded_requests(goldens)
+@pytest.fixture(scope="module")
+def alone(goldens: list[Golden], smollm2: Path) -> dict[str, list[int]]:
+    """Each seeded request by itself."""
+    outputs: dict[str, list[int]] = {}
     with LocalGroup(settings(smollm2, Case(1, "off", "ample", 512, 1)), 400) as group:
-        alone = {}
-        for request in wanted:
-            alone |= group.generate([request])
-        again = [Request(r.id + "x", r.prompt, r.sampling, r.namespace) for r in wanted]
-        batched = {name.removesuffix("x"): tokens for name, tokens in group.generate(again).items()}
-    assert batched == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(wanted)
+        for request in seeded_requests(goldens):
+            outputs |= group.generate([request])
+    assert len({tuple(tokens) for tokens in outputs.values()}) == len(SEEDED)
+    return outputs
+
+
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_seeded_sampling_is_the_same_in_a_batch_and_over_ranks(
+    tp: int, alone: dict[str, list[int]], goldens: list[Golden], smollm2: Path
+) -> None:
+    with LocalGroup(settings(smollm2, Case(tp, "off", "ample", 512, 1)), 400) as group:
+        assert group.generate(seeded_requests(goldens)) == alone
+
+
+def test_seeded_sampling_is_the_same_after_preemption(
+    alone: dict[str, list[int]], goldens: list[Golden], smollm2: Path
+) -> None:
     with LocalGroup(settings(smollm2, Case(1, "off", "tiny", 512, 2)), 24) as group:
-        assert group.generate(wanted) == alone
+        assert group.generate(seeded_requests(goldens)) == alone
         assert group.report().preemptions > 0
-    for tp in (2, 3):
-        with LocalGroup(settings(smollm2, Case(tp, "off", "ample", 512, 1)), 400) as group:
-            assert group.generate(wanted) == alone, f"tp {tp}"
