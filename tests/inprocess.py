@@ -15,7 +15,7 @@ from cluster.requests.dispatch import Requests
 from cluster.requests.ports import EnginePort
 from cluster.requests.subscription import Rhythm
 from cluster.requests.work import Endurance
-from tests.standin import StandInEngine, expected_output
+from tests.shadow_engine import ShadowEngine, expected_output
 from workers.errors import EngineRefused
 from workers.outbox import Message
 from workers.plan import Finish, GroupDead, TokenEvent
@@ -30,7 +30,7 @@ class InProcessGroup:
     def __init__(self, cluster: InProcessCluster, name: str, *, steps_s: float = 0.0, **engine: int) -> None:
         self.cluster = cluster
         self.address = f"at-{name}-{next(cluster.serial)}"
-        self.engine = StandInEngine(name=name, epoch=0, lease_s=0.2, **engine)
+        self.engine = ShadowEngine(name=name, epoch=0, lease_s=0.2, **engine)
         blocks = self.engine.blocks
         self.card = GroupCard(
             name, ("m",), self.address, blocks, self.engine.block_size, self.engine.max_num_seqs, 512, 4096
@@ -86,7 +86,7 @@ class InProcessEngine:
         self.breaks = asyncio.Event()
         self.reading = 0
 
-    async def _enter(self, call: str) -> StandInEngine:
+    async def _enter(self, call: str) -> ShadowEngine:
         self.calls[call] += 1
         await asyncio.sleep(0)
         if self.group.engine.dead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.coordination.cards import GroupCard
-from tests.standin import StandInEngine
+from tests.shadow_engine import ShadowEngine
 from workers.plan import GroupDead
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class SimulatedGroup:
         self.world = world
         self.address = f"at-{name}-{next(world.serial)}"
         blocks = world.chance.choice((24, 48, 96))
-        self.engine = StandInEngine(name=name, epoch=0, blocks=blocks, max_num_seqs=world.chance.choice((2, 4, 8)))
+        self.engine = ShadowEngine(name=name, epoch=0, blocks=blocks, max_num_seqs=world.chance.choice((2, 4, 8)))
         engine = self.engine
         self.card = GroupCard(name, ("m",), self.address, blocks, engine.block_size, engine.max_num_seqs, 256, 512)
         self.stepping = False

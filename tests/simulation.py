@@ -19,9 +19,9 @@ from cluster.coordination.ledger import Stage
 from cluster.coordination.placement import Bounds
 from cluster.requests.machine import RequestMachine, moves
 from cluster.requests.work import Endurance, Work
+from tests.shadow_engine import expected_output
 from tests.simulated_group import SimulatedGroup
 from tests.simulated_ingress import SimulatedIngress
-from tests.standin import expected_output
 from workers.errors import EngineRefused
 from workers.plan import Finish, GroupDead
 from workers.sequence import Priority, Sampling

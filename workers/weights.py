@@ -1,7 +1,7 @@
 """Checkpoint: slices of tensors out of a folder of safetensors files, each rank reading only what it holds.
 
 It checks that every tensor is there, whole and of the expected shape, and that nothing was left unread; it knows no
-model. Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, raw values).
+model. The format is safetensors: 8 bytes of header length, a JSON header, raw values.
 """
 
 from __future__ import annotations

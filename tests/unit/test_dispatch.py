@@ -192,7 +192,7 @@ def test_a_lapsed_lease_is_noticed_and_the_request_runs_again() -> None:
             group = cluster.add("a", steps_s=0.001)
             task = asyncio.create_task(cluster.generate("r", 100, (6, 1)))
             await asyncio.sleep(0.03)
-            group.engine._drop("ingress-1")
+            group.engine.unsubscribe("ingress-1")
             check(await task, 100, (6, 1))
             assert [key for key, _ in group.engine.accepted_keys] == [("r", 0), ("r", 1)]
             await cluster.settled()
