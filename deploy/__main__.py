@@ -85,7 +85,7 @@ def _serve(config: ClusterConfig, question: str | None) -> None:
         from deploy import app
         from deploy.service import ServiceError
     service = None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _listen_to_interrupts()
     try:
         with _said_plainly(ServiceError):
             with stages:
@@ -106,9 +106,15 @@ def _command() -> str:
     return "tidegate" if shutil.which("tidegate") or Path(sys.argv[0]).stem != "tidegate" else sys.argv[0]
 
 
+def _listen_to_interrupts() -> None:
+    """SIGINT and SIGTERM end the service, also where a script has started it in the background (and SIGINT ignored)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 def _wait_for_interrupt() -> None:
     """Until Ctrl-C or SIGTERM. Ray has put a handler of its own in place that prints a stack first."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _listen_to_interrupts()
     threading.Event().wait()
 
 
