@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
 
 class Crew:
-    """Tasks run until they end or `dismiss` cancels them. A task that raises is logged: nobody awaits it."""
+    """Tasks run until they end or `dismiss` cancels them. A task that raises is logged: nobody awaits it.
+
+    A task starts with an empty context, whoever started it: what is shared by many requests must not belong to the one
+    during which it happened to start. (Ray keeps the current call in a context variable, and a cancelled call takes the
+    calls made under it along: an abort for fifty requests, say, or the event stream.)
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -22,7 +28,7 @@ class Crew:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` as a task of this crew."""
-        task = asyncio.create_task(work, name=self._name)
+        task = asyncio.create_task(work, name=self._name, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._release)
 

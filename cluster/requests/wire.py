@@ -5,6 +5,7 @@ Knows no request's state: whoever submits is told what became of it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -19,6 +20,9 @@ from workers.sequence import Request
 _log = logging.getLogger(__name__)
 
 Tell = Callable[[moves.Event], None]
+
+ABORT_DELAYS_S = (0.1, 0.5, 2.0)
+"""Between the tries to abort; after the last only the lease can end what the client has left."""
 
 
 class Wire:
@@ -65,7 +69,13 @@ class Wire:
                 subscription.give_up(gone=False)
 
     async def _send_aborts(self, batch: tuple[tuple[str, int], ...]) -> None:
-        try:
-            await self._subscription.port.abort(batch)
-        except Exception as error:
-            _log.info("a group did not answer an abort: %r", error)
+        for delay in (*ABORT_DELAYS_S, None):
+            try:
+                return await self._subscription.port.abort(batch)
+            except GroupDead:
+                return self._subscription.give_up(gone=True)
+            except Exception as error:
+                if delay is None:
+                    _log.warning("a group was not told to abort %d requests: %r", len(batch), error)
+                    return
+            await asyncio.sleep(delay)

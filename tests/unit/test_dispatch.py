@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import replace
 
 import pytest
@@ -316,3 +317,56 @@ def test_health_is_progress_of_some_group_of_each_model() -> None:
             assert "coordinator" in (await cluster.requests.health()).reason
 
     run(case)
+
+
+def test_an_abort_that_got_lost_is_sent_again() -> None:
+    async def case() -> None:
+        async with InProcessCluster() as cluster:
+            group = cluster.add("a", steps_s=0.001, blocks=512)
+            stream = cluster.requests.generate(generation("r", 4000, (1, 9)))
+            await anext(stream)
+            cluster.port_to(group).fail["abort"] = [ConnectionError("lost"), RuntimeError("lost again")]
+            await stream.aclose()
+            async with asyncio.timeout(2.0):
+                while not group.engine.idle:
+                    await asyncio.sleep(0.01)
+            await cluster.settled()
+
+    run(case)
+
+
+def test_what_many_requests_share_does_not_belong_to_the_request_that_happened_to_start_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller: ContextVar[str] = ContextVar("caller", default="nobody")
+    seen: dict[str, set[str]] = {}
+
+    def spy(kind: type, name: str) -> None:
+        call = getattr(kind, name)
+
+        def spying(self: object, *arguments: object) -> Awaitable[object]:
+            seen.setdefault(name, set()).add(caller.get())
+            return call(self, *arguments)
+
+        monkeypatch.setattr(kind, name, spying)
+
+    async def case() -> None:
+        async with InProcessCluster() as cluster:
+            for name in ("subscribe", "submit", "abort", "ack"):
+                spy(InProcessEngine, name)
+            for name in ("place", "settle"):
+                spy(type(cluster.port), name)
+            cluster.add("a", steps_s=0.001, blocks=512)
+
+            async def client() -> None:
+                caller.set("request")
+                stream = cluster.requests.generate(generation("r", 4000, (1, 9)))
+                await anext(stream)
+                await stream.aclose()
+
+            await asyncio.create_task(client())
+            await cluster.settled()
+
+    run(case)
+    assert seen.keys() >= {"subscribe", "submit", "abort", "place", "settle"}
+    assert set().union(*seen.values()) == {"nobody"}
