@@ -70,11 +70,6 @@ class BlockPool:
         """FREE blocks that can be taken now."""
         return len(self._free)
 
-    @property
-    def unwashed(self) -> bool:
-        """Whether some DIRTY block is in no plan's zero list yet."""
-        return bool(self._dirty)
-
     def take(self) -> int | None:
         """A FREE block becomes HELD with one reference; None when none is ready."""
         if not self._free:

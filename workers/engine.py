@@ -23,7 +23,7 @@ from workers.errors import (
 )
 from workers.grants import GrantBook
 from workers.outbox import Outbox
-from workers.plan import Group, GroupDead, GroupReport, Limits, TokenEvent
+from workers.plan import Finish, Group, GroupDead, GroupReport, Limits, TokenEvent
 from workers.scheduler import Scheduler
 from workers.sequence import Request
 
@@ -90,7 +90,7 @@ class Engine:
             self._subscribers[ingress].requests.add(key)
             self._granted[key] = request.granted_blocks
             self._grants.accept(request.grant, key)
-        self._post(lambda now: self._scheduler.add(request, now))
+        self._post(lambda now: self._add(ingress, request, now))
 
     def abort(self, request: str, attempt: int) -> None:
         """End a request before the next step; unknown and ended ones are ignored."""
@@ -180,8 +180,8 @@ class Engine:
             self._inbox.popleft()(now)
             busy = True
         self._lapse(now)
-        plan = self._scheduler.schedule(now)
         try:
+            plan = self._scheduler.schedule(now)
             if plan is not None:
                 self._handles.append(self._group.launch(plan))
             if self._handles and (plan is None or len(self._handles) >= self._depth):
@@ -220,6 +220,17 @@ class Engine:
     def _post(self, command: Callable[[float], None]) -> None:
         self._inbox.append(command)
         self.work.set()
+
+    def _add(self, ingress: str, request: Request, now: float) -> None:
+        """Start it, unless its ingress has lost its lease since `submit`: nobody would ever abort it."""
+        key = (request.id, request.attempt)
+        with self._lock:
+            subscriber = self._subscribers.get(ingress)
+            wanted = subscriber is not None and key in subscriber.requests
+        if wanted:
+            self._scheduler.add(request, now)
+        else:
+            self._deliver([TokenEvent(*key, len(request.resumed), (), Finish.ABORT)])
 
     def _abort(self, key: Key, now: float) -> None:
         event = self._scheduler.abort(*key, now)

@@ -130,10 +130,6 @@ class Communicator:
         plan: StepPlan | None = pickle.loads(head)
         return plan
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.min_flag(1)
-
     def min_flag(self, value: int) -> int:
         """The least `value` over all ranks: 0 from any rank vetoes."""
         if self.world == 1:

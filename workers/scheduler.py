@@ -65,11 +65,6 @@ class Scheduler:
         return self._step
 
     @property
-    def inflight(self) -> int:
-        """Steps planned and not applied."""
-        return len(self._inflight)
-
-    @property
     def live(self) -> tuple[Sequence, ...]:
         """Sequences that have not ended."""
         return tuple(self._live.values())

@@ -178,3 +178,14 @@ def test_a_sequence_advances_by_one_token_every_step_at_any_depth(depth: int) ->
         engine.turn(0.0)
         turns += 1
     assert turns <= 20 + depth
+
+
+def test_a_request_whose_ingress_lapses_before_it_starts_never_runs() -> None:
+    engine = make(lease_s=5.0)
+    engine.subscribe("i", lambda: None, 0.0)
+    engine.submit("i", request(output=50, grant="g"))
+    engine._lapse(5.0)  # between the submit and the step thread's next look into its inbox
+    engine.turn(5.0)
+    assert engine.idle
+    last = report(engine, 5.0)
+    assert (last.running, last.live, last.finished) == (0, (), 0)
