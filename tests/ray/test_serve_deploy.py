@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -37,12 +38,12 @@ def dashboard() -> Iterator[str]:
         eventually(lambda: answers(f"http://127.0.0.1:{port}/api/serve/applications/"), 60)
         yield f"http://127.0.0.1:{port}"
     finally:
-        started = psutil.Process(head.pid).children(recursive=True)
-        head.terminate()
-        head.wait(30)
-        _, alive = psutil.wait_procs([p for p in started if "Agent" not in p.name()], timeout=30)
-        for process in alive:
-            process.kill()
+        started = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()  # `ray start --block` itself takes no notice of SIGTERM
+        head.wait(10)
+        _, alive = psutil.wait_procs(started, timeout=20)
         shutil.rmtree(folder, ignore_errors=True)
     assert not alive
 
