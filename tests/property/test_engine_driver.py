@@ -21,6 +21,13 @@ def test_random_traffic_keeps_every_invariant(block: int) -> None:
         Driver(seed).run()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(10))
+def test_long_random_traffic_keeps_every_invariant(block: int) -> None:
+    for seed in range(SEEDS + block * 300, SEEDS + (block + 1) * 300):
+        Driver(seed).run()
+
+
 def test_the_drivers_reach_what_they_are_for() -> None:
     drivers = [Driver(seed).run() for seed in range(40)]
     assert sum(d.scheduler.counters.preemptions for d in drivers) > 20

@@ -6,6 +6,7 @@ import ipaddress
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import pytest
 import ray
 from ray import serve
 
@@ -22,7 +23,9 @@ def test_a_stream_brings_the_same_text_as_a_whole_answer(tiny: Stage) -> None:
     assert len(chunks) > 5, "streamed in pieces, not at once"
 
 
-def test_fifty_clients_that_leave_mid_stream_give_every_block_back(tiny: Stage) -> None:
+def abandon(tiny: Stage) -> None:
+    """Fifty clients read a little of a long answer and leave; then every block must be back."""
+
     def leave(client: int) -> int:
         return len(list(islice(tiny.stream([client + 3] * 40, max_tokens=6000), 3)))
 
@@ -31,6 +34,16 @@ def test_fifty_clients_that_leave_mid_stream_give_every_block_back(tiny: Stage) 
     eventually(lambda: tiny.total("held") == 0 and tiny.total("running") == 0, 10)
     eventually(lambda: tiny.total("grants") == 0 and tiny.total("committed") == 0, 10)
     assert tiny.total("free") + tiny.total("idle") + tiny.total("dirty") == tiny.total("total")
+
+
+def test_fifty_clients_that_leave_mid_stream_give_every_block_back(tiny: Stage) -> None:
+    abandon(tiny)
+
+
+@pytest.mark.long
+def test_two_thousand_clients_that_leave_mid_stream_give_every_block_back(tiny: Stage) -> None:
+    for _ in range(40):
+        abandon(tiny)
 
 
 def test_two_groups_share_the_load(tiny: Stage) -> None:
