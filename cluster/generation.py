@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.coordination.cards import SessionCopy
+from cluster.coordination.grants import Share
 from workers.plan import TokenEvent
 from workers.sequence import Priority, Sampling
 
@@ -16,15 +18,27 @@ from workers.sequence import Priority, Sampling
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One choice to generate. `id` is unique and ours, never the client's; `prompt` is not empty; `session` is the
-    client's own name for its conversation (a namespace is derived from it elsewhere), None when it gave none."""
+    client's own name for its conversation (a namespace is derived from it elsewhere), None when it gave none.
+
+    `urgency` orders the requests of a class, lower first, the tenant's ceiling applied. `timeout_s` is the deadline,
+    counted from now (None: the server's default); `keep_s` how long the client wants its session's cache kept, as far
+    as its tenant may. `share`: whose request it is. `sampling.max_tokens` 0 fills the cache and generates nothing."""
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     model: str
     session: str | None = None
-    tenant: str = "default"
+    share: Share = Share()
     priority: Priority = Priority.INTERACTIVE
+    urgency: int = 0
+    timeout_s: float | None = None
+    keep_s: float = 0.0
+
+    @property
+    def tenant(self) -> str:
+        """The name of whose request it is."""
+        return self.share.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +87,13 @@ class Completer(Protocol):
 
     async def health(self) -> Health:
         """Progress-based: ready means that tokens flow, or would."""
+        ...
+
+    async def session(self, tenant: str, session: str) -> tuple[SessionCopy, ...]:
+        """What is cached of a tenant's session, by group; () when nothing is. ApiError when nobody knows now."""
+        ...
+
+    async def forget_session(self, tenant: str, session: str) -> int:
+        """Forget and zero a session in every group; returns the blocks once every group has confirmed. ApiError when
+        one that is not known to be dead does not."""
         ...

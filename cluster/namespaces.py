@@ -5,9 +5,20 @@ The client names its session, never its namespace. Knows no API key and no block
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.chain import derive_namespace
+from kvstore.sessions import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """Where what a generation computes is cached, how it stays there, and by what likeness it is placed."""
+
+    namespace: bytes
+    terms: Terms = Terms()
+    affinity: tuple[bytes, ...] = ()
 
 
 class Scope(Enum):

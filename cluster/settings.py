@@ -1,33 +1,63 @@
-"""What an ingress replica is told when it is built. Frozen, plain values.
+"""What an ingress replica and the coordinator are told when they are built. Frozen, plain values.
 
-Knows neither YAML nor environment variables: `deploy.config` makes one from the operator's config. No secret stands
-here, only the name of the file that holds it: Serve shows application arguments to whoever asks.
+Knows neither YAML nor environment variables: `deploy.config` makes them from the operator's config. No secret stands
+here, only the names of files that hold them: Serve shows application arguments to whoever asks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.coordination.terms import CoordinatorTerms
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model. `folder` holds the tokenizer and its chat template. `names` are those that clients may use, the
+    canonical one first; `revision` identifies the weights and goes into every namespace; `max_model_len` is in tokens
+    (None: the model's own context)."""
+
+    folder: str
+    names: tuple[str, ...]
+    revision: str = ""
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """`service` names it; `config` identifies the deployment: another one's coordinator is replaced, not shared. It
+    ends itself when nobody has called for `idle_s`."""
+
+    service: str
+    config: str
+    terms: CoordinatorTerms = CoordinatorTerms()
+    idle_s: float = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
     """One HTTP ingress replica.
 
-    `model_dir` holds the tokenizer and its chat template. `model_names` are the names that clients may use, the
-    canonical one first; `revision` identifies the weights and goes into every namespace. `service` names this
-    deployment's actors. `secret_file` is the file whose bytes key the namespaces, the same on every replica; None: the
-    coordinator draws one for its lifetime. `cache_scope` is "auto", "tenant" or "session". `body_limit` is in bytes,
-    `max_model_len` in tokens (None: the model's own context). `drain_s`: how long running answers may take to end
-    when the service stops.
+    `secret_files` hold the bytes that key the namespaces, the same on every replica, the one in use first, one that is
+    being retired after it (none: the coordinator draws one for its lifetime). `keys_file` holds the tenants and the
+    hashes of their API keys (None: everybody is the tenant "default"), `public_file` the prompts whose cache all
+    tenants share. `cache_scope` is "auto", "tenant" or "session". `body_limit` is in bytes. `drain_s`: how long running
+    answers may take to end when the service stops. `timeout_s` is the deadline of a request that names none.
+    `comment_s`: a stream that waits longer than that in the line gets its 200 and a comment, and one as often again.
+    `session_blocks`, `tenant_blocks` and `max_keep_s` are the cache quotas where a tenant has none of its own.
     """
 
-    model_dir: str
-    model_names: tuple[str, ...]
-    revision: str = ""
+    models: tuple[ModelSettings, ...]
     service: str = "tidegate"
-    secret_file: str | None = None
+    secret_files: tuple[str, ...] = ()
+    keys_file: str | None = None
+    public_file: str | None = None
     cache_scope: str = "auto"
     session_ttl_s: float = 300.0
     body_limit: int = 8 * 1024 * 1024
-    max_model_len: int | None = None
     drain_s: float = 30.0
+    timeout_s: float = 600.0
+    comment_s: float = 10.0
+    session_blocks: int | None = None
+    tenant_blocks: int | None = None
+    max_keep_s: float = 3600.0

@@ -17,6 +17,8 @@ from deploy.client import ServerError, events
 
 QUESTION = "What is a tide gate, in one sentence?"
 _TOKENS = 96
+SHORT_ANSWER = 100
+"""The limit in the lines to try: a small model may otherwise ramble on to the end of its context."""
 
 
 async def stream(url: str, model: str, question: str, console: Console) -> int:
@@ -51,7 +53,8 @@ def ask(url: str, model: str, question: str, console: Console) -> None:
 
 def curl_line(url: str, model: str) -> str:
     """A command that asks the service for a streamed chat answer."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Name three rivers."}], "stream": True}
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    body = {"model": model, "messages": messages, "max_tokens": SHORT_ANSWER, "stream": True}
     return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
@@ -61,7 +64,8 @@ def python_lines(url: str, model: str) -> str:
         "from openai import OpenAI\n"
         f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
         "for chunk in client.chat.completions.create(\n"
-        f'    model="{model}", messages=[{{"role": "user", "content": "Name three rivers."}}], stream=True\n'
+        f'    model="{model}", max_tokens={SHORT_ANSWER}, stream=True,\n'
+        '    messages=[{"role": "user", "content": "Name three rivers."}],\n'
         "):\n"
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)'
     )

@@ -8,6 +8,21 @@ SessionRows = tuple[tuple[bytes, int, float], ...]
 """(namespace, indexed blocks, seconds until expiry) each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How what a request computes stays cached. `session_blocks` and `tenant_blocks` bound the blocks of its namespace
+    and of `tenant`, idle ones (None: no bound): over it they lose their own oldest idle blocks. `keep_s` is how long
+    the namespace's contents live after this use, where that is longer than the group's own time. The blocks among
+    the first `public_tokens` belong to the namespace `public`, which all share, not to the request's own."""
+
+    tenant: bytes = b""
+    session_blocks: int | None = None
+    tenant_blocks: int | None = None
+    keep_s: float = 0.0
+    public: bytes = b""
+    public_tokens: int = 0
+
+
 @dataclass(slots=True)
 class _Session:
     blocks: int

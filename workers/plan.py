@@ -62,13 +62,15 @@ class StepPlan:
     """One step for every rank of the group. A rank copies, then zeroes, then writes.
 
     `copy` holds (source, destination) block pairs, `zero` blocks to clear; both name blocks in all layer groups alike.
-    A plan without rows is housekeeping (or keeps the collectives awake).
+    A plan without rows is housekeeping (or keeps the collectives awake). `drops` is how many dropped steps the planner
+    knew of: a rank that has dropped more drops this plan too, because it builds on one that never ran.
     """
 
     step: int
     rows: tuple[Row, ...] = ()
     copy: tuple[tuple[int, int], ...] = ()
     zero: tuple[int, ...] = ()
+    drops: int = 0
 
     @property
     def tokens(self) -> int:
@@ -78,11 +80,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What rank 0 gives back: the sampled token of each row that has a draw, in the plan's order; seconds it took."""
+    """What rank 0 gives back: the sampled token of each row that has a draw, in the plan's order; seconds it took.
+
+    `dropped`: a rank had no memory for the step, so that no rank computed a row (`tokens` is empty); what the plan
+    copies and zeroes was done. `short`: it is this step that found no memory; others
+    are dropped because they built on it.
+    """
 
     step: int
     tokens: tuple[int, ...]
     seconds: float = 0.0
+    dropped: bool = False
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +113,30 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRow:
+    """Steps with up to `rows` sequences (a power of two): how many, their seconds, sampled tokens and computed tokens,
+    since the group came up."""
+
+    rows: int
+    steps: int
+    seconds: float
+    sampled: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupReport:
     """What a group tells the coordinator, now and then. Times are durations in seconds, never clock readings.
 
-    `committed` = Σ max(held, granted) over live requests; `accepted` are the grant ids taken since the last report;
+    `committed` is a forecast: the most blocks that the live requests will hold at one time if each generates what it
+    was granted (see workers.forecast); `accepted` are the grant ids taken since the last report;
     `live` are those whose request has not ended (None: not told), `voided` those that it was told are void;
     `sessions` holds (namespace, cached blocks, seconds until they expire) of those that changed since the last report,
-    0 blocks for one that is gone; in a `full` report, of all. Counters run from the group's start.
+    0 blocks for one that is gone; in a `full` report, of all. Counters run from the group's start: `ooms` dropped
+    steps, `evicted` and `expired` blocks, `expired_asked` prompt tokens that would have hit had they not expired,
+    `lost_to_scope` those that another namespace had cached. `unused_slots` are token slots of held blocks that hold no
+    token, `latest` the longest step in seconds since the report before; `request_blocks[i]` counts ended requests whose
+    most blocks at a time lay in [2**i, 2**(i+1)).
     """
 
     group: str
@@ -135,15 +161,28 @@ class GroupReport:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     leaked: int = 0
+    ooms: int = 0
+    evicted: int = 0
+    expired: int = 0
+    expired_asked: int = 0
+    lost_to_scope: int = 0
+    unused_slots: int = 0
+    latest: float = 0.0
+    steps: tuple[StepRow, ...] = ()
+    request_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step may hold: sequences, tokens, and tokens of one prefill chunk."""
+    """What a step may hold: sequences, tokens, and tokens of one prefill chunk. `refill` False: slots that finish stay
+    empty (a lone request still starts, and what was preempted comes back). `trim`: purge expired blocks at once and
+    spend no memory on speculation."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     chunk: int
+    refill: bool = True
+    trim: bool = False
 
 
 class Group(Protocol):

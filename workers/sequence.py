@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvstore.chain import BlockKey
+from kvstore.sessions import Terms
 from kvstore.store import BlockTable
 from workers.plan import Draw, Finish
 
@@ -39,7 +40,9 @@ class Sampling:
 class Request:
     """One attempt at one request. `resumed` is output that an earlier attempt already sent: it is computed again, not
     sampled again. `namespace` is the prefix cache's root (opaque bytes); `grant` names the coordinator's permission and
-    `granted_blocks` what it reserved; `age` is how many seconds ago the request first arrived."""
+    `granted_blocks` what it reserved; `age` is how many seconds ago the request first arrived, `left` how many seconds
+    remain until its deadline: one that has passed is never prefilled. `terms` say how long and how much of it stays
+    cached. `sampling.max_tokens` 0 prefills and generates nothing."""
 
     id: str
     prompt: tuple[int, ...]
@@ -51,6 +54,8 @@ class Request:
     grant: str = ""
     granted_blocks: int = 0
     age: float = 0.0
+    left: float | None = None
+    terms: Terms = Terms()
 
     @property
     def longest(self) -> int:

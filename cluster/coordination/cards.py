@@ -8,7 +8,7 @@ from enum import Enum
 from kvstore.store import PoolReport
 from workers.plan import Limits
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the calls between ingress, coordinator and groups: raised when a field changes its meaning."""
 
 
@@ -27,7 +27,8 @@ class RankCard:
 @dataclass(frozen=True, slots=True)
 class GroupCard:
     """One tensor-parallel group that can take work. `models` are the names it serves; `address` is how an ingress
-    reaches its engine (opaque here); `revision` identifies weights, precision and code."""
+    reaches its engine (opaque here); `revision` identifies weights, precision and code; `restarts`
+    is how often its owner has built it anew."""
 
     group: str
     models: tuple[str, ...]
@@ -40,6 +41,7 @@ class GroupCard:
     ranks: tuple[RankCard, ...] = ()
     protocol: int = PROTOCOL
     revision: str = ""
+    restarts: int = 0
 
     @property
     def longest(self) -> int:
@@ -77,15 +79,27 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionCopy:
+    """What one group has cached of a session: blocks, tokens at most, seconds until they expire."""
+
+    group: str
+    blocks: int
+    tokens: int
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The answer to a report.
 
     `known` False: the report counted for nothing. Then `epoch` above the report's own means that another incarnation
     has taken over and the sender should stop; otherwise it should join again with its card. `void` names grants that
-    must not be accepted any more; it is repeated until a report's `voided` acknowledges them. None: no new limits.
+    must not be accepted any more; it is repeated until a report's `voided` acknowledges them. `limits` hold until the
+    next reply (a group that hears nothing for long goes back to its own). The next report is due in `beat_s`.
     """
 
     known: bool
     epoch: int
     void: tuple[str, ...] = field(default=())
     limits: Limits | None = None
+    beat_s: float = 0.5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.grants import Ask, Grant, Outcome, Refusal, Ticket
 from workers.plan import TokenEvent
 from workers.sequence import Request
 
@@ -21,9 +21,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The coordinator has answered an ask."""
+    """The coordinator has answered an ask, at once or (after a Ticket) by its news."""
 
-    answer: Grant | Refusal
+    answer: Grant | Ticket | Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class AskLost:
     """An ask got no answer; whether it was heard is not known."""
 
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineLost:
+    """The coordinator may have forgotten who waits: ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,9 @@ class Ticked:
     """The time of the last Wake has come (or some other time: it does no harm)."""
 
 
-Event = Started | Placed | AskLost | Submitted | Rejected | SubmitLost | Arrived | GroupLost | Cancelled | Ticked
+Event = (
+    Started | Placed | AskLost | LineLost | Submitted | Rejected | SubmitLost | Arrived | GroupLost | Cancelled | Ticked
+)
 
 # -- actions -----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +101,14 @@ class Place:
     """Ask the coordinator; the answer is Placed or AskLost."""
 
     ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Tell the coordinator that this attempt waits no more; a grant that is on its way is void."""
+
+    request: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +162,4 @@ class End:
     refusal: Refusal | None = None
 
 
-Action = Place | Submit | Abort | Emit | Settle | Withdraw | Wake | End
+Action = Place | Leave | Submit | Abort | Emit | Settle | Withdraw | Wake | End

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from cluster.coordination.cards import GroupState
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import GroupState, SessionCopy
+from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
 from workers.errors import EngineRefused
 from workers.outbox import Message
 from workers.sequence import Request
@@ -16,8 +16,17 @@ from workers.sequence import Request
 class CoordinatorPort(Protocol):
     """Calls to the coordinator, in batches. Each is idempotent, so that a call that failed can be made again."""
 
-    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Refusal, ...]:
-        """One answer per ask, in order."""
+    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Ticket | Refusal, ...]:
+        """One answer per ask, in order; never waits."""
+        ...
+
+    async def news(self, acked: int) -> LineNews:
+        """What became of this ingress's tickets, behind number `acked`; waits a while when there is nothing. An ingress
+        that does not ask for news loses its places in the line."""
+        ...
+
+    async def leave_line(self, keys: tuple[tuple[str, int], ...]) -> None:
+        """These (request, attempt) wait no more."""
         ...
 
     async def settle(self, outcomes: tuple[Outcome, ...]) -> None:
@@ -30,6 +39,10 @@ class CoordinatorPort(Protocol):
 
     async def groups(self) -> tuple[GroupState, ...]:
         """All groups, whatever their standing."""
+        ...
+
+    async def session(self, namespaces: tuple[bytes, ...]) -> tuple[SessionCopy, ...]:
+        """What the groups have reported to have cached under these namespaces."""
         ...
 
 
@@ -60,4 +73,8 @@ class EnginePort(Protocol):
 
     async def unsubscribe(self) -> None:
         """This ingress needs the group no more."""
+        ...
+
+    async def purge(self, namespace: bytes) -> int:
+        """Forget and zero what `namespace` has cached; returns the blocks, once none of it can be found any more."""
         ...

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.coordination.grants import Ask, Grant, Incarnation, Outcome
+from cluster.coordination.grants import Ask, Grant, Incarnation, Outcome, Share
+from kvstore.sessions import Terms
 from workers.plan import Finish
 from workers.sequence import Priority, Request, Sampling
 
@@ -19,6 +20,11 @@ class Work:
     model: str
     namespace: bytes
     priority: Priority = Priority.INTERACTIVE
+    share: Share = Share()
+    urgency: int = 0
+    timeout_s: float | None = None
+    terms: Terms = Terms()
+    affinity: tuple[bytes, ...] = ()
 
     def ask(self, attempt: int, sent: int, age: float, avoid: tuple[Incarnation, ...]) -> Ask:
         """Where may attempt number `attempt` run, now that the client has been sent `sent` tokens?"""
