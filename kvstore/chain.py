@@ -45,6 +45,11 @@ def chain_root(namespace: bytes, scheme: bytes) -> BlockKey:
     return hashlib.sha256(encode_fields("root", namespace, scheme)).digest()
 
 
+def branch_root(parent: BlockKey, namespace: bytes) -> BlockKey:
+    """The parent of the first block that belongs to `namespace` where a chain leaves a shared one after `parent`."""
+    return hashlib.sha256(encode_fields("branch", parent, namespace)).digest()
+
+
 def chain_key(parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
     """The key of the full block that holds `tokens` and follows `parent` (keys have one length, so no framing)."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()

@@ -8,6 +8,7 @@ when that step has been applied.
                       ▲ │ drop, sealed
                  hold │ ▼
                      IDLE ── evict ──▶ FREE     IDLE ── soil ──▶ DIRTY ── wash, applied ──▶ FREE
+                                                HELD ── drop, soil ──▲
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class State(Enum):
 
 
 class BlockPool:
-    """`total` blocks, all FREE at first. Every operation is O(1)."""
+    """`total` blocks, all FREE at first; `shared` counts those with more than one reference. Every operation is O(1)
+    but repairs."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -37,6 +39,7 @@ class BlockPool:
         self.states = [State.FREE] * total
         self.launched = 0
         self.applied = 0
+        self.shared = 0
         self._free: list[int] = list(range(total - 1, -1, -1))
         self._cooling: deque[tuple[int, int]] = deque()
         self._idle: OrderedDict[int, tuple[float, int]] = OrderedDict()
@@ -61,11 +64,6 @@ class BlockPool:
         return self.total - self.free - self.idle - self.dirty
 
     @property
-    def shared(self) -> int:
-        """HELD blocks with more than one reference."""
-        return sum(refs > 1 for refs in self.refs)
-
-    @property
     def ready(self) -> int:
         """FREE blocks that can be taken now."""
         return len(self._free)
@@ -88,30 +86,25 @@ class BlockPool:
         elif state is not State.HELD:
             raise AssertionError(f"hold of block {block}, which is {state.value}")
         self.refs[block] += 1
+        self.shared += self.refs[block] == 2
 
-    def drop(self, block: int, *, sealed: bool, now: float) -> None:
-        """One reference less; without any a sealed block turns IDLE, another FREE once its fence has passed."""
+    def drop(self, block: int, *, sealed: bool, now: float, soil: bool = False) -> None:
+        """One reference less; without any a sealed block turns IDLE, another FREE once its fence has passed, or DIRTY
+        with `soil` (its zeroing comes after all that is in flight, so that it needs no fence)."""
         if self.states[block] is not State.HELD or self.refs[block] < 1:
             raise AssertionError(f"drop of block {block}, which is {self.states[block].value}")
         self.refs[block] -= 1
+        self.shared -= self.refs[block] == 1
         if self.refs[block]:
             return
         if sealed:
             self.states[block] = State.IDLE
             self._idle[block] = (now, self.launched)
+        elif soil:
+            self.states[block] = State.DIRTY
+            self._dirty.append(block)
         else:
             self._retire(block)
-
-    def oldest_idle(self) -> tuple[int, float] | None:
-        """The IDLE block that has been so for longest, and since when."""
-        for block, (since, _) in self._idle.items():
-            return block, since
-        return None
-
-    def idle_since(self, block: int) -> float | None:
-        """When `block` turned IDLE; None when it is not."""
-        entry = self._idle.get(block)
-        return entry[0] if entry else None
 
     def evictable(self) -> int | None:
         """The oldest IDLE block if no step in flight can still read it."""
@@ -159,10 +152,15 @@ class BlockPool:
         """IDLE blocks, oldest first."""
         return iter(self._idle)
 
-    def resettle(self, block: int, refs: int, *, sealed: bool, now: float) -> None:
-        """Repair: make a HELD block's references what its tables say."""
-        self.refs[block] = refs + 1
-        self.drop(block, sealed=sealed, now=now)
+    def repair(self, block: int, refs: int) -> None:
+        """Give a block `refs` references; one that has some comes out of where it stands and is HELD. O(blocks)."""
+        self.shared += (refs > 1) - (self.refs[block] > 1)
+        self.refs[block] = refs
+        if self.states[block] is State.HELD:
+            self.refs[block] = max(1, refs)  # the one left is for the `drop` that takes it out of use
+        elif refs:
+            self._pull(block)
+            self.states[block] = State.HELD
 
     def check(self) -> None:
         """Every block is in exactly one place and in the state that the place means."""
@@ -178,6 +176,7 @@ class BlockPool:
                 assert self.states[block] is state, f"block {block} is {self.states[block].value}, not {state.value}"
                 assert self.refs[block] == 0, f"{state.value} block {block} has references"
                 seen.add(block)
+        assert self.shared == sum(refs > 1 for refs in self.refs), "shared blocks are miscounted"
         for block in range(self.total):
             if block not in seen:
                 assert self.states[block] is State.HELD and self.refs[block] > 0, f"block {block} is lost"
@@ -188,3 +187,13 @@ class BlockPool:
             self._free.append(block)
         else:
             self._cooling.append((self.launched, block))
+
+    def _pull(self, block: int) -> None:
+        for place in (self._free, self._dirty):
+            if block in place:
+                place.remove(block)
+        for queue in (self._cooling, self._washing):
+            kept = [item for item in queue if item[1] != block]
+            queue.clear()
+            queue.extend(kept)
+        self._idle.pop(block, None)

@@ -1,36 +1,22 @@
 """KVStore: all that a scheduler sees of KV memory. Tables of blocks, shared prefixes, copies on write, expiry.
 
-Joins the pool (states), the index (contents) and the sessions (who). Knows neither requests nor ranks nor the clock.
-Full is an answer here, never an exception; assertions state invariants.
+Joins the pool (states), the prefix cache (contents and who may find them) and the holdings (open tables). Knows neither
+requests nor ranks nor the clock. Full is an answer here, never an exception; assertions state invariants.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from kvstore.chain import BlockKey, chain_key, chain_root
-from kvstore.index import Entry, PrefixIndex
+from kvstore.chain import BlockKey
+from kvstore.holdings import Holdings
 from kvstore.pool import BlockPool, State
-from kvstore.sessions import Sessions
+from kvstore.prefixes import PrefixCache
+from kvstore.sessions import Sessions, Terms
+from kvstore.table import BlockTable
 
 Copy = tuple[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """The blocks of one sequence, per layer group; `keys` are those of its first full blocks, `sealed` how many of them
-    have been offered to the index, `cached` the tokens it found there when it was opened."""
-
-    namespace: bytes
-    blocks: tuple[list[int], ...]
-    keys: list[BlockKey] = field(default_factory=list)
-    sealed: int = 0
-    cached: int = 0
-
-    def __len__(self) -> int:
-        return len(self.blocks[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +59,33 @@ class KVStore:
         self.block_size = block_size
         self.groups = groups
         self.pool = BlockPool(total)
-        self.sessions = Sessions(ttl)
-        self.leaked = 0
-        self.evictions = 0
-        self.expirations = 0
         self._prefix_cache = prefix_cache
-        self._scheme = scheme
-        self._index = PrefixIndex()
-        self._tables: dict[int, BlockTable] = {}
+        self._cache = PrefixCache(self.pool, block_size, groups, ttl, scheme)
+        self._holdings = Holdings(self.pool, self._cache)
 
     @property
     def total(self) -> int:
         return self.pool.total
+
+    @property
+    def sessions(self) -> Sessions:
+        """What is cached for whom."""
+        return self._cache.sessions
+
+    @property
+    def leaked(self) -> int:
+        """Blocks that the audit had to repair."""
+        return self._holdings.leaked
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks that left for room or for a quota."""
+        return self._cache.evictions
+
+    @property
+    def expirations(self) -> int:
+        """Cached blocks whose time was over."""
+        return self._cache.expirations
 
     @property
     def available(self) -> int:
@@ -94,31 +95,35 @@ class KVStore:
     @property
     def tables(self) -> int:
         """Tables that are open."""
-        return len(self._tables)
+        return len(self._holdings)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` take over all layer groups."""
         return self.groups * -(-tokens // self.block_size)
 
-    def match(self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float) -> Match:
-        """What `adopt` would find, without touching anything but `keys`: the chain of `tokens` as far as it was needed
-        before, which grows in place, so that nobody hashes a prompt twice."""
-        hits = self._lookup(namespace, tokens, keys, now)
+    def match(
+        self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float, terms: Terms = Terms()
+    ) -> Match:
+        """What `adopt` would find. Purges what is over and extends `keys`, the chain of `tokens` as far as it was
+        needed before, so that nobody hashes a prompt twice; touches nothing else."""
+        hits = self._lookup(namespace, terms, tokens, keys, now)
         idle = sum(self.pool.states[block] is State.IDLE for group in hits for block in group)
         return Match(len(hits[0]), idle)
 
-    def adopt(self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float) -> BlockTable:
+    def adopt(
+        self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float, terms: Terms = Terms()
+    ) -> BlockTable:
         """Open a table whose head is the cached prefix of `tokens`. At least the last token is left to compute. The
         table keeps `keys` as its own."""
-        hits = self._lookup(namespace, tokens, keys, now)
-        for group in hits:
-            for block in group:
-                self.pool.hold(block)
-        hit = len(hits[0])
-        table = BlockTable(namespace, hits, keys, sealed=hit, cached=hit * self.block_size)
-        self._tables[id(table)] = table
-        self.sessions.touch(namespace, now)
+        hits = self._lookup(namespace, terms, tokens, keys, now)
+        hit, public = len(hits[0]), self._cache.public_blocks(terms)
+        table = self._holdings.open(BlockTable(namespace, hits, terms, public, keys, hit, hit * self.block_size))
+        self._cache.touch(table, now)
         return table
+
+    def misses(self, table: BlockTable, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of `tokens`, behind what `table` found: those that expired, those that another namespace has cached now."""
+        return self._cache.misses(table, tokens) if self._prefix_cache else (0, 0)
 
     def grow(self, table: BlockTable, start: int, stop: int, now: float) -> tuple[Copy, ...] | None:
         """Make positions [start, stop) writable: enough blocks, none of those written to shared.
@@ -128,85 +133,72 @@ class KVStore:
         """
         shared = self._shared_tail(table, start)
         missing = self._missing(table, stop)
-        taken = self._take(missing * self.groups + len(shared))
+        if not missing and not shared:
+            return ()
+        taken = self._holdings.take(missing * self.groups + len(shared))
         if taken is None:
             return None
         copies = []
         for group, index in shared:
             source, destination = table.blocks[group][index], taken.pop()
             copies.append((source, destination))
-            self.pool.drop(source, sealed=source in self._index, now=now)
-            table.blocks[group][index] = destination
+            self._holdings.replace(table, group, index, destination, now)
         for _ in range(missing):
-            for blocks in table.blocks:
-                blocks.append(taken.pop())
+            for group in range(self.groups):
+                self._holdings.append(table, group, taken.pop())
         return tuple(copies)
 
     def shortage(self, table: BlockTable, start: int, stop: int) -> int:
-        """Blocks that `grow` would still lack if every step in flight were applied."""
+        """Blocks that `grow` would still lack if every step in flight were applied and all that is DIRTY zeroed."""
         need = self._missing(table, stop) * self.groups + len(self._shared_tail(table, start))
-        return max(0, need - self.available)
+        return max(0, need - self.available - self.pool.dirty)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; whoever writes to a shared one first gets a copy (see `grow`)."""
-        for blocks in table.blocks:
-            for block in blocks:
-                self.pool.hold(block)
-        twin = BlockTable(
-            table.namespace, tuple(list(b) for b in table.blocks), list(table.keys), table.sealed, table.cached
-        )
-        self._tables[id(twin)] = twin
-        return twin
+        blocks = tuple(list(group) for group in table.blocks)
+        return self._holdings.open(replace(table, blocks=blocks, keys=list(table.keys)))
 
     def seal(self, table: BlockTable, tokens: Sequence[int], computed: int, now: float) -> None:
         """Index the full blocks among the first `computed` tokens, whose values are in place on every rank.
 
-        A block whose content is indexed already gives way to its twin in every table that holds it.
+        A block whose content is indexed already gives way to its twin in every table that holds it. A table that was
+        forgotten keeps what it has to itself.
         """
         full = computed // self.block_size
-        if not self._prefix_cache or table.sealed >= full:
+        if not self._prefix_cache or table.forgotten or table.sealed >= full:
             return
         for index in range(table.sealed, full):
-            content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-            self._key(table.namespace, table.keys, index, content)
-            parent = table.keys[index - 1] if index else None
+            content = self._cache.content(tokens, index)
+            self._cache.key(table.namespace, table.terms, table.keys, index, content)
             for group in range(self.groups):
-                if not self._seal_block(table, group, index, parent, content, now):
+                if not self._seal_block(table, group, index, content, now):
                     return
             table.sealed = index + 1
+        self._cache.trim(table.namespace)
 
     def release(self, table: BlockTable, now: float) -> None:
-        """Close a table. Tail blocks leave first, so that an idle child is always older than its parent."""
-        del self._tables[id(table)]
-        for blocks in table.blocks:
-            for block in reversed(blocks):
-                self.pool.drop(block, sealed=block in self._index, now=now)
-            blocks.clear()
+        """Close a table: what it shared lives on for its time."""
+        self._holdings.close(table, now)
+        if not table.forgotten:
+            self._cache.touch(table, now)
+        self._cache.trim(table.namespace)
 
     def expire(self, now: float) -> int:
-        """Purge what nobody used for `ttl` seconds; returns the number of blocks."""
-        count = 0
-        while (oldest := self.pool.oldest_idle()) and oldest[1] + self.sessions.ttl <= now:
-            self._purge(oldest[0])
-            count += 1
-        self.expirations += count
-        return count
+        """Purge what nobody used for its time; returns the number of blocks."""
+        return self._cache.expire(now)
 
     def next_expiry(self) -> float | None:
         """When `expire` has work again."""
-        oldest = self.pool.oldest_idle()
-        return oldest[1] + self.sessions.ttl if oldest else None
+        return self._cache.next_expiry()
 
     def purge(self, namespace: bytes | None = None) -> int:
-        """Purge the idle blocks of a namespace, or of all; returns the number of blocks."""
-        doomed = [
-            block
-            for block in self.pool.idle_blocks()
-            if namespace is None or self._index.entry(block).namespace == namespace
-        ]
-        for block in doomed:
-            self._purge(block)
-        return len(doomed)
+        """Nobody finds anything of a namespace (None: of any) from now on; returns the number of blocks. Idle ones turn
+        DIRTY; what its open tables hold, and will hold, does when it is released."""
+        count, held = self._cache.purge(namespace)
+        for table in self._holdings:
+            if namespace is None or table.namespace == namespace or (held and self._lost_some(table)):
+                table.forgotten = True
+        return count
 
     def report(self) -> PoolReport:
         """The pool by state."""
@@ -215,67 +207,37 @@ class KVStore:
 
     def owned_blocks(self, table: BlockTable) -> int:
         """Blocks that `table` holds alone."""
-        return sum(self.pool.refs[block] == 1 for blocks in table.blocks for block in blocks)
+        return self._holdings.owned(table)
 
-    def audit(self, now: float) -> int:
-        """Compare references with the tables and repair what differs; returns how many blocks did."""
-        wrong = 0
-        counts = self._references()
-        for block in range(self.total):
-            refs = counts.get(block, 0)
-            if self.pool.refs[block] != refs and self.pool.states[block] is State.HELD:
-                self.pool.resettle(block, refs, sealed=block in self._index, now=now)
-                wrong += 1
-        self.leaked += wrong
-        return wrong
+    def borrowed(self, tables: Iterable[BlockTable]) -> list[int]:
+        """For each table, how many blocks at its head (per layer group) a table before it in the list holds too."""
+        return self._holdings.borrowed(tables)
+
+    def audit(self, now: float, share: float = 1.0) -> int:
+        """Compare references with the tables, `share` of the whole pool more (1: all of it, now), and repair what
+        differs; returns how many blocks did."""
+        return self._holdings.audit(now, share)
 
     def check(self) -> None:
         """Recompute every invariant from scratch; AssertionError names what is broken."""
         self.pool.check()
-        self._index.check()
-        counts = self._references()
-        for block in range(self.total):
-            assert self.pool.refs[block] == counts.get(block, 0), f"block {block} has wrong references"
-        indexed: Counter[bytes] = Counter()
-        for block, entry in self._index.items():
-            assert self.pool.states[block] in (State.HELD, State.IDLE), f"indexed block {block} is out of use"
-            indexed[entry.namespace] += 1
-        assert all(block in self._index for block in self.pool.idle_blocks()), "an idle block is not indexed"
-        assert {name: blocks for name, blocks, _ in self.sessions.rows(0.0)} == dict(indexed)
-        for table in self._tables.values():
-            assert len({len(blocks) for blocks in table.blocks}) == 1
-            assert table.sealed <= len(table)
-            for blocks in table.blocks:
-                for block in blocks:
-                    foreign = block in self._index and self._index.entry(block).namespace != table.namespace
-                    assert not foreign, f"block {block} is read across namespaces"
+        self._cache.check()
+        self._holdings.check()
 
     def _lookup(
-        self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float
+        self, namespace: bytes, terms: Terms, tokens: Sequence[int], keys: list[BlockKey], now: float
     ) -> tuple[list[int], ...]:
-        hits: tuple[list[int], ...] = tuple([] for _ in range(self.groups))
-        if not self._prefix_cache or not self.sessions.blocks(namespace):
-            return hits
-        for index in range((len(tokens) - 1) // self.block_size):
-            content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-            key = self._key(namespace, keys, index, content)
-            found = [self._find(group, key, content, now) for group in range(self.groups)]
-            if None in found:
-                break
-            for group, block in zip(hits, found, strict=True):
-                if block is not None:
-                    group.append(block)
-        return hits
-
-    def _key(self, namespace: bytes, keys: list[BlockKey], index: int, content: tuple[int, ...]) -> BlockKey:
-        if len(keys) <= index:
-            keys.append(chain_key(keys[-1] if keys else chain_root(namespace, self._scheme), content))
-        return keys[index]
+        if not self._prefix_cache:
+            return tuple([] for _ in range(self.groups))
+        self._cache.expire(now)
+        return self._cache.lookup(namespace, terms, tokens, keys)
 
     def _missing(self, table: BlockTable, stop: int) -> int:
         return max(0, -(-stop // self.block_size) - len(table))
 
     def _shared_tail(self, table: BlockTable, start: int) -> list[tuple[int, int]]:
+        if not self.pool.shared:
+            return []
         first = start // self.block_size
         return [
             (group, index)
@@ -284,61 +246,16 @@ class KVStore:
             if self.pool.refs[blocks[index]] > 1
         ]
 
-    def _find(self, group: int, key: BlockKey, content: tuple[int, ...], now: float) -> int | None:
-        block = self._index.find(group, key, content)
-        if block is None:
-            return None
-        since = self.pool.idle_since(block)
-        if since is not None and since + self.sessions.ttl <= now:
-            return None
-        return block
-
-    def _take(self, count: int) -> list[int] | None:
-        if count > self.pool.ready + self.pool.idle:
-            return None
-        while self.pool.ready < count:
-            block = self.pool.evictable()
-            if block is None:
-                return None
-            self._forget(block)
-            self.pool.evict(block)
-            self.evictions += 1
-        return [block for block in (self.pool.take() for _ in range(count)) if block is not None]
-
-    def _seal_block(
-        self, table: BlockTable, group: int, index: int, parent: BlockKey | None, content: tuple[int, ...], now: float
-    ) -> bool:
-        block, key = table.blocks[group][index], table.keys[index]
-        if block in self._index:
+    def _seal_block(self, table: BlockTable, group: int, index: int, content: tuple[int, ...], now: float) -> bool:
+        block = table.blocks[group][index]
+        if block in self._cache:
             return True
-        twin = self._index.find(group, key, content)
-        if twin is not None:
-            self._replace(block, twin, group, index, now)
-            return True
-        if self._index.occupied(group, key) or (parent is not None and not self._index.occupied(group, parent)):
-            return False
-        self._index.add(block, Entry(group, key, parent, content, table.namespace))
-        self.sessions.grew(table.namespace, now)
+        twin = self._cache.index.find(group, table.keys[index], content)
+        if twin is None:
+            return self._cache.add(table, group, index, content, now)
+        self._holdings.replace_everywhere(group, index, twin, block, now)
         return True
 
-    def _replace(self, block: int, twin: int, group: int, index: int, now: float) -> None:
-        for table in self._tables.values():
-            blocks = table.blocks[group]
-            if index < len(blocks) and blocks[index] == block:
-                self.pool.hold(twin)
-                blocks[index] = twin
-                self.pool.drop(block, sealed=False, now=now)
-
-    def _purge(self, block: int) -> None:
-        self._forget(block)
-        self.pool.soil(block)
-
-    def _forget(self, block: int) -> None:
-        self.sessions.shrank(self._index.remove(block).namespace)
-
-    def _references(self) -> Counter[int]:
-        counts: Counter[int] = Counter()
-        for table in self._tables.values():
-            for blocks in table.blocks:
-                counts.update(blocks)
-        return counts
+    def _lost_some(self, table: BlockTable) -> bool:
+        """Whether a block that `table` had sealed has left the index."""
+        return any(block not in self._cache for blocks in table.blocks for block in blocks[: table.sealed])

@@ -3,13 +3,15 @@
 A thin shell: it builds the parts, lends them threads, and carries calls. Knows neither Serve nor the coordinator nor
 who owns it. torch is loaded by `load`, after the process has been told its thread count.
 
-The call that lasts as long as the group (`drive`, `follow`) has a thread of its own, and so have the short calls and
-the event streams: nothing that reports, renews or aborts ever waits behind a stream or a step.
+The call that lasts as long as the group (`drive`, `follow`) has a thread of its own, and so have the short calls, the
+event streams, and the questions where it is stuck: nothing that reports, renews or aborts ever waits behind a stream or
+a step, and a rank that hangs can still say where.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import sys
 import time
@@ -27,6 +29,7 @@ from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import Rank, RankFacts
 from workers.sequence import Request, Sampling
 from workers.settings import GroupSettings
+from workers.stacks import RankState
 
 WARM_UP = "warm-up"
 """The name under which rank 0 subscribes to its own engine, to see a first token."""
@@ -50,7 +53,7 @@ class _Reader:
     retired: bool = False
 
 
-@ray.remote(concurrency_groups={"work": 1, "calls": 64, "events": 1024})
+@ray.remote(concurrency_groups={"work": 1, "calls": 64, "events": 1024, "watch": 4})
 class RankActor:
     """Rank `rank` of `settings.tensor_parallel_size`. Calls in order: open_store (rank 0 of several), load, build, then
     drive (rank 0) or follow (the others), which return when the group is stopped and raise when it is dead."""
@@ -178,6 +181,11 @@ class RankActor:
         """`ingress` needs this group no more; its requests are aborted."""
         self._running().unsubscribe(ingress)
 
+    @ray.method(concurrency_group="calls")
+    async def purge(self, namespace: bytes) -> int:
+        """Forget and zero what `namespace` has cached: the number of blocks, once none of it can be found any more."""
+        return await asyncio.wrap_future(self._running().purge(namespace))
+
     # -- for the owner -------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="calls")
@@ -186,6 +194,17 @@ class RankActor:
         engine = self._running()
         engine.obey(limits, void)
         return await asyncio.wrap_future(engine.report(full=full))
+
+    @ray.method(concurrency_group="watch")
+    async def state(self) -> RankState:
+        """Where this rank is: its threads' stacks, its last plan, its last collective."""
+        return self._parts.state()
+
+    @ray.method(concurrency_group="watch")
+    async def recording(self) -> str:
+        """The flight recorder as JSON lines; empty where no engine runs."""
+        lines = self._engine.recorder.dump() if self._engine else []
+        return "".join(json.dumps(line) + "\n" for line in lines)
 
     @ray.method(concurrency_group="calls")
     async def drain(self) -> bool:

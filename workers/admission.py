@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from kvstore.store import BlockTable, KVStore
-from workers.sequence import Sequence
+from kvstore.store import KVStore
+from kvstore.table import BlockTable
+from workers.sequence import Request, Sequence
 
 MAX_BYPASSED = 32
 """How many later requests may pass one that finds no room."""
 MAX_BLOCKED_S = 5.0
 """How many seconds later requests may pass one that finds no room."""
+
+
+def obstacle(request: Request, store: KVStore, max_model_len: int) -> str | None:
+    """Why `request` can never run over `store`, with the numbers; None when it can."""
+    asked = f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}"
+    if request.longest > max_model_len:
+        return f"{asked} exceed the context of {max_model_len} tokens"
+    need = store.blocks_for(request.longest)
+    if need > store.total:
+        return f"{asked} need {need} blocks of {store.block_size} tokens, and the whole pool has {store.total}"
+    return None
 
 
 class Admission:
@@ -22,15 +34,18 @@ class Admission:
 
     def fits(self, sequence: Sequence, now: float, *, alone: bool, extra: int = 0) -> bool:
         """Whether the pool, with `extra` blocks more, has room; a sequence `alone` may have all of it."""
-        match = self._store.match(sequence.request.namespace, sequence.tokens, sequence.keys, now)
-        growth = min(self._resume_growth, sequence.request.longest - sequence.length) if sequence.preemptions else 0
+        request = sequence.request
+        match = self._store.match(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
+        growth = min(self._resume_growth, request.longest - sequence.length) if sequence.preemptions else 0
         need = self._store.blocks_for(sequence.length + (0 if alone else growth))
         need += match.idle - match.blocks * self._store.groups
         return need + (0 if alone else self._watermark) <= self._store.available + extra
 
     def open(self, sequence: Sequence, now: float) -> BlockTable | None:
         """Adopt the cached prefix and reserve the rest of the prompt; None when that must wait for steps in flight."""
-        table = self._store.adopt(sequence.request.namespace, sequence.tokens, sequence.keys, now)
+        request = sequence.request
+        table = self._store.adopt(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
+        table.forgotten = sequence.forgotten
         if self._store.grow(table, table.cached, sequence.length, now) is None:
             self._store.release(table, now)
             return None

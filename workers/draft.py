@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.store import BlockTable, Copy
-from workers.plan import PENDING, Limits, Row, StepPlan
+from kvstore.store import Copy
+from kvstore.table import BlockTable
+from workers.flight import Part
+from workers.plan import PENDING, Row, StepPlan
 from workers.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A sequence's part in a step: its table then, the tokens in place afterwards, whether it samples one more."""
-
-    sequence: Sequence
-    table: BlockTable
-    computed: int
-    sampled: bool
 
 
 @dataclass(slots=True)
 class Draft:
-    """One step being planned under `limits`; `block_size` tokens a block."""
+    """Step `step` being planned: at most `budget` more tokens in `places` more rows, `chunk` tokens of one prompt."""
 
-    limits: Limits
+    step: int
+    budget: int
+    places: int
+    chunk: int
     block_size: int
-    budget: int = 0
+    computed: int = 0
     recomputed: int = 0
     rows: list[Row] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
@@ -33,23 +28,20 @@ class Draft:
     _planned: set[int] = field(default_factory=set)
     _sampled: int = 0
 
-    def __post_init__(self) -> None:
-        self.budget = self.limits.max_num_batched_tokens
-
     def __contains__(self, sequence: Sequence) -> bool:
         return id(sequence) in self._planned
 
     @property
-    def computed(self) -> int:
-        """Tokens that the step computes."""
-        return self.limits.max_num_batched_tokens - self.budget
+    def room(self) -> bool:
+        """Whether another row fits."""
+        return self.budget > 0 and self.places > 0
 
     def add(self, sequence: Sequence, table: BlockTable) -> None:
         """A row for as much of what `sequence` has to compute as budget and chunk allow; its blocks are there."""
-        count = min(sequence.todo, self.budget, self.limits.chunk if sequence.todo > 1 else 1)
+        count = min(sequence.todo, self.budget, self.chunk if sequence.todo > 1 else 1)
         start, stop = sequence.computed, sequence.computed + count
         assert count > 0, "a row must compute something"
-        draws = stop == sequence.length
+        draws = stop == sequence.length and sequence.generates
         tokens, source = tuple(sequence.tokens[start:stop]), None
         if stop > len(sequence.tokens):
             tokens, source = (*tokens, PENDING), sequence.source
@@ -57,9 +49,12 @@ class Draft:
         tables = tuple(tuple(group[:blocks]) for group in table.blocks)
         draw = sequence.request.sampling.draw(sequence.length) if draws else None
         self.rows.append(Row(tokens, start, tables, draw, source))
-        self.parts.append(Part(sequence, table, stop, draws))
+        self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached))
         self._planned.add(id(sequence))
+        sequence.stepped = self.step
         self.budget -= count
+        self.places -= 1
+        self.computed += count
         self.recomputed += max(0, min(stop, sequence.reached) - start)
         sequence.computed = stop
         sequence.reached = max(sequence.reached, stop)
@@ -68,6 +63,6 @@ class Draft:
             sequence.pending += 1
             self._sampled += 1
 
-    def finish(self, step: int, zero: tuple[int, ...]) -> StepPlan:
-        """The plan, as the ranks get it."""
-        return StepPlan(step, tuple(self.rows), tuple(self.copy), zero)
+    def finish(self, zero: tuple[int, ...], drops: int) -> StepPlan:
+        """The plan, as the ranks get it; `drops` are the steps that were short of memory so far."""
+        return StepPlan(self.step, tuple(self.rows), tuple(self.copy), zero, drops)

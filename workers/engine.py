@@ -10,38 +10,30 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 
-from workers.errors import (
-    CODE_DEAD,
-    CODE_DRAINING,
-    CODE_DUPLICATE,
-    CODE_NEVER_FITS,
-    CODE_NO_LEASE,
-    CODE_VOID,
-    EngineRefused,
-)
-from workers.grants import GrantBook
+from workers.door import Door
+from workers.errors import CODE_DEAD, CODE_NEVER_FITS, CODE_NO_LEASE, EngineRefused
+from workers.forecast import committed_blocks
+from workers.inbox import Inbox
 from workers.outbox import Outbox
 from workers.plan import Finish, Group, GroupDead, GroupReport, Limits, TokenEvent
+from workers.recorder import Recorder
+from workers.reporting import make_report
 from workers.scheduler import Scheduler
 from workers.sequence import Request
+from workers.subscribers import Key, Subscribers
 
-Key = tuple[str, int]
-
-
-@dataclass(slots=True)
-class _Subscriber:
-    """One ingress: its outbox, when its lease lapses, and its live requests."""
-
-    outbox: Outbox
-    lapses: float
-    requests: set[Key]
+OBEY_S = 10.0
+"""The coordinator's limits hold for so long after its last word; then the group goes by its own."""
+AUDIT_SLICES = 64
+"""In so many parts, at least, references are compared with the tables."""
+MOST_AUDITED = 0.1
+"""The share of the pool that is compared at once, however long the last time is ago: no step waits for long."""
 
 
 class Engine:
     """`depth` steps may be in flight at once (1 or 2); an ingress that does not renew its lease for `lease_s` loses its
-    requests; every `audit_s` the block references are compared with the tables."""
+    requests; within `audit_s` every block's references are compared with the tables, a few at a time."""
 
     def __init__(
         self,
@@ -58,21 +50,20 @@ class Engine:
             raise ValueError(f"overlap depth must be 1 or 2, got {depth}")
         self.name = name
         self.epoch = epoch
-        self.work = threading.Event()
         self.dead: BaseException | None = None
+        self.recorder = Recorder()
         self._scheduler = scheduler
         self._group = group
         self._depth = depth
-        self._lease_s = lease_s
         self._audit_s = audit_s
         self._lock = threading.Lock()
-        self._inbox: deque[Callable[[float], None]] = deque()
+        self._inbox = Inbox()
+        self.work = self._inbox.work
         self._handles: deque[object] = deque()
-        self._subscribers: dict[str, _Subscriber] = {}
-        self._ingress_of: dict[Key, str] = {}
-        self._granted: dict[Key, int] = {}
-        self._grants = GrantBook()
-        self._draining = False
+        self._subscribers = Subscribers(lease_s)
+        self._door = Door(name, scheduler.store.total, self._subscribers)
+        self._own_limits = scheduler.limits
+        self._obeyed_until = 0.0
         self._reports = 0
         self._audited_at = 0.0
 
@@ -83,37 +74,38 @@ class Engine:
         obstacle = self._scheduler.obstacle(request)
         if obstacle:
             raise EngineRefused(CODE_NEVER_FITS, obstacle)
-        key = (request.id, request.attempt)
+        blocks = self._scheduler.store.blocks_for(request.longest)
+        blocks = min(blocks, request.granted_blocks or blocks)
         with self._lock:
-            self._refuse(ingress, request, key)
-            self._ingress_of[key] = ingress
-            self._subscribers[ingress].requests.add(key)
-            self._granted[key] = request.granted_blocks
-            self._grants.accept(request.grant, key)
-        self._post(lambda now: self._add(ingress, request, now))
+            if self.dead is not None:
+                raise EngineRefused(CODE_DEAD, f"group {self.name} is being rebuilt")
+            try:
+                self._door.enter(ingress, request, blocks, self._scheduler.limits.max_num_seqs)
+            finally:
+                if self._door.knocked:
+                    self.work.set()
+        self._inbox.post(lambda now: self._add(ingress, request, now))
 
     def abort(self, request: str, attempt: int) -> None:
         """End a request before the next step; unknown and ended ones are ignored."""
-        self._post(lambda now: self._abort((request, attempt), now))
+        self._inbox.post(lambda now: self._abort((request, attempt), now))
 
     def subscribe(self, ingress: str, wake: Callable[[], None], now: float) -> Outbox:
         """Open the event stream of an ingress that is new here (or came back after its lease had lapsed)."""
         outbox = Outbox(self.epoch, wake)
         with self._lock:
-            old = self._subscribers.get(ingress)
-            self._subscribers[ingress] = _Subscriber(outbox, now + self._lease_s, set())
+            old = self._subscribers.open(ingress, outbox, now)
         if old:
             old.outbox.close()
-            self._post(lambda at: self._abort_all(old.requests, at))
+            self._inbox.post(lambda at: self._abort_all(old.requests, at))
         return outbox
 
     def resubscribe(self, ingress: str, acked: int, wake: Callable[[], None], now: float) -> Outbox:
         """Take up a broken stream behind message `acked`. EngineRefused when the lease has lapsed in between."""
         with self._lock:
-            subscriber = self._subscribers.get(ingress)
-            if subscriber is None:
-                raise EngineRefused(CODE_NO_LEASE, f"ingress {ingress} has no lease on group {self.name}")
-            subscriber.lapses = now + self._lease_s
+            subscriber = self._subscribers.renew(ingress, now)
+        if subscriber is None:
+            raise EngineRefused(CODE_NO_LEASE, f"ingress {ingress} has no lease on group {self.name}")
         subscriber.outbox.rewind(acked, wake)
         return subscriber.outbox
 
@@ -127,115 +119,106 @@ class Engine:
     def renew(self, ingress: str, now: float) -> bool:
         """Renew a lease; False when it has lapsed and the ingress must subscribe anew."""
         with self._lock:
-            subscriber = self._subscribers.get(ingress)
-            if subscriber:
-                subscriber.lapses = now + self._lease_s
-            return subscriber is not None
+            return self._subscribers.renew(ingress, now) is not None
 
     def unsubscribe(self, ingress: str) -> None:
         """An ingress leaves: its requests are aborted."""
-        self._post(lambda now: self._drop(ingress, now))
+        self._inbox.post(lambda now: self._drop(ingress, now))
 
     def obey(self, limits: Limits | None, void: Iterable[str]) -> None:
-        """The coordinator's reply: limits for the next steps, and grants that must not be accepted any more."""
+        """The coordinator's reply: limits for the next steps, never above the group's own, and grants that must not be
+        accepted any more. Limits that are not said again for OBEY_S seconds hold no longer."""
         with self._lock:
-            self._grants.void(void)
+            self._door.grants.void(void)
         if limits:
-            self._post(lambda now: self._set_limits(limits))
+            self._inbox.post(lambda now: self._set_limits(limits, now))
 
     def report(self, *, full: bool = False) -> Future[GroupReport]:
         """The state as of the next turn, with all that happened since the report before. `full`: every session, not
-        only those that changed."""
-        answer: Future[GroupReport] = Future()
-        self._post(lambda now: answer.set_result(self._make_report(now, full)))
-        return answer
+        only those that changed. Raises GroupDead when no turn can answer any more."""
+        return self._inbox.ask(lambda now: self._make_report(now, full))
+
+    def purge(self, namespace: bytes) -> Future[int]:
+        """From when this is answered, nothing that was computed for `namespace` before can be found here; how many
+        blocks that were. They are zeroed, those in use when they are released."""
+        return self._inbox.ask(lambda now: self._purge(namespace, now))
 
     def enter(self, epoch: int) -> None:
         """The coordinator knows this group as `epoch` from now on (it changes when the coordinator was restarted): so
         say messages and reports, those of open streams too."""
         with self._lock:
             self.epoch = epoch
-            for subscriber in self._subscribers.values():
-                subscriber.outbox.epoch = epoch
+            for outbox in self._subscribers.outboxes:
+                outbox.epoch = epoch
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
         with self._lock:
-            self._draining = True
+            self._door.draining = True
 
     @property
     def idle(self) -> bool:
         """Whether no request is live."""
         with self._lock:
-            return not self._ingress_of
+            return not self._subscribers.requests
+
+    def outboxes(self) -> tuple[Outbox, ...]:
+        """Of all ingresses that have a lease."""
+        with self._lock:
+            return self._subscribers.outboxes
 
     # -- the step thread ----------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> bool:
         """Take in what came, plan and launch a step, apply the oldest in flight. False when there was nothing to do:
         then wait on `work` for up to `patience(now)`."""
-        self.work.clear()
-        busy = False
-        while self._inbox:
-            self._inbox.popleft()(now)
-            busy = True
-        self._lapse(now)
         try:
+            busy = self._inbox.run(now)
+            self._lapse(now)
+            if self._door.knocked:
+                self._forecast()
+            if now >= self._obeyed_until:
+                self._scheduler.limits = self._own_limits
+            self._deliver(self._scheduler.end_late(now), now)
             plan = self._scheduler.schedule(now)
             if plan is not None:
+                self.recorder.plan(plan, now)
                 self._handles.append(self._group.launch(plan))
             if self._handles and (plan is None or len(self._handles) >= self._depth):
                 result = self._group.wait(self._handles.popleft())
-                self._deliver(self._scheduler.apply(result, now))
+                self.recorder.result(result, now)
+                self._deliver(self._scheduler.apply(result, now), now)
                 busy = True
         except BaseException as error:
-            self._die(error)
+            self._die(error, now)
             raise
-        if now - self._audited_at >= self._audit_s:
-            self._scheduler.store.audit(now)
-            self._audited_at = now
+        self._audit(now)
         return busy or plan is not None
 
     def patience(self, now: float) -> float | None:
         """Seconds until `turn` has something to do by itself; None when only new work can bring it."""
         with self._lock:
-            times = [subscriber.lapses for subscriber in self._subscribers.values()]
-        expiry = self._scheduler.store.next_expiry()
-        if expiry is not None:
-            times.append(expiry)
+            lapse = self._subscribers.next_lapse
+        others = (self._scheduler.store.next_expiry(), self._scheduler.waiting.next_deadline)
+        times = [time for time in (lapse, *others) if time is not None]
         return max(0.0, min(times) - now) if times else None
-
-    def _refuse(self, ingress: str, request: Request, key: Key) -> None:
-        if self.dead is not None:
-            raise EngineRefused(CODE_DEAD, f"group {self.name} is being rebuilt")
-        if self._draining:
-            raise EngineRefused(CODE_DRAINING, f"group {self.name} is draining")
-        if ingress not in self._subscribers:
-            raise EngineRefused(CODE_NO_LEASE, f"ingress {ingress} has no lease on group {self.name}")
-        if key in self._ingress_of or self._grants.accepted(request.grant):
-            raise EngineRefused(CODE_DUPLICATE, f"request {request.id} attempt {request.attempt} was accepted before")
-        if self._grants.is_void(request.grant):
-            raise EngineRefused(CODE_VOID, f"the grant of request {request.id} has expired")
-
-    def _post(self, command: Callable[[float], None]) -> None:
-        self._inbox.append(command)
-        self.work.set()
 
     def _add(self, ingress: str, request: Request, now: float) -> None:
         """Start it, unless its ingress has lost its lease since `submit`: nobody would ever abort it."""
         key = (request.id, request.attempt)
         with self._lock:
-            subscriber = self._subscribers.get(ingress)
-            wanted = subscriber is not None and key in subscriber.requests
+            wanted = self._subscribers.is_wanted(ingress, key)
+            self._door.start(key)
         if wanted:
+            self.recorder.note("add", now, request=request.id, attempt=request.attempt, prompt=len(request.prompt))
             self._scheduler.add(request, now)
         else:
-            self._deliver([TokenEvent(*key, len(request.resumed), (), Finish.ABORT)])
+            self._deliver([TokenEvent(*key, len(request.resumed), (), Finish.ABORT)], now)
 
     def _abort(self, key: Key, now: float) -> None:
         event = self._scheduler.abort(*key, now)
         if event:
-            self._deliver([event])
+            self._deliver([event], now)
 
     def _abort_all(self, keys: Iterable[Key], now: float) -> None:
         for key in tuple(keys):
@@ -243,76 +226,70 @@ class Engine:
 
     def _drop(self, ingress: str, now: float) -> None:
         with self._lock:
-            subscriber = self._subscribers.pop(ingress, None)
+            subscriber = self._subscribers.remove(ingress)
         if subscriber:
             self._abort_all(subscriber.requests, now)
             subscriber.outbox.close()
 
     def _lapse(self, now: float) -> None:
         with self._lock:
-            lapsed = [name for name, subscriber in self._subscribers.items() if subscriber.lapses <= now]
+            lapsed = self._subscribers.lapsed(now)
         for name in lapsed:
             self._drop(name, now)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        boxes: dict[str, list[TokenEvent]] = {}
+    def _deliver(self, events: list[TokenEvent], now: float) -> None:
+        ended = [event for event in events if event.finish]
         with self._lock:
-            for event in events:
-                key = (event.request, event.attempt)
-                ingress = self._ingress_of.get(key, "")
-                boxes.setdefault(ingress, []).append(event)
-                if event.finish is not None:
-                    self._ingress_of.pop(key, None)
-                    self._granted.pop(key, None)
-                    self._grants.end(key)
-                    if ingress in self._subscribers:
-                        self._subscribers[ingress].requests.discard(key)
-            outboxes = {name: subscriber.outbox for name, subscriber in self._subscribers.items() if name in boxes}
-        for name, outbox in outboxes.items():
-            outbox.put(boxes[name])
+            mail = self._subscribers.route(events)
+            for event in ended:
+                self._door.end((event.request, event.attempt))
+        for event in ended:
+            finish = event.finish.value if event.finish else None
+            self.recorder.note("end", now, request=event.request, attempt=event.attempt, finish=finish)
+        for outbox, news in mail:
+            outbox.put(news)
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException, now: float) -> None:
+        self.recorder.note("dead", now, error=repr(error))
+        dead = error if isinstance(error, GroupDead) else GroupDead(f"step failed: {error!r}")
         with self._lock:
-            self.dead = error if isinstance(error, GroupDead) else GroupDead(f"step failed: {error!r}")
-            boxes = [subscriber.outbox for subscriber in self._subscribers.values()]
-        for box in boxes:
+            self.dead = dead
+        for box in self.outboxes():
             box.close()
+        self._inbox.close(dead)
 
-    def _set_limits(self, limits: Limits) -> None:
-        self._scheduler.limits = limits
+    def _set_limits(self, limits: Limits, now: float) -> None:
+        self._obeyed_until = now + OBEY_S
+        self._scheduler.limits = limits.within(self._own_limits)
+
+    def _audit(self, now: float) -> None:
+        passed = now - self._audited_at
+        if passed >= self._audit_s / AUDIT_SLICES:
+            self._scheduler.store.audit(now, min(passed / self._audit_s, MOST_AUDITED))
+            self._audited_at = now
+
+    def _purge(self, namespace: bytes, now: float) -> int:
+        count = self._scheduler.purge(namespace)
+        self.recorder.note("purge", now, blocks=count)
+        return count
+
+    def _forecast(self) -> int:
+        committed = committed_blocks(self._scheduler.live, self._scheduler.store)
+        with self._lock:
+            self._door.update(committed)
+        return committed
 
     def _make_report(self, now: float, full: bool) -> GroupReport:
         with self._lock:
             self._reports += 1
-            accepted, voided = self._grants.news()
-            live = self._grants.live
-            granted = dict(self._granted)
-        scheduler, store = self._scheduler, self._scheduler.store
-        sessions = store.sessions.changes(now)
-        return GroupReport(
+            grants = (*self._door.grants.news(), self._door.grants.live)
+        return make_report(
+            self._scheduler,
+            now,
             group=self.name,
             epoch=self.epoch,
             sequence=self._reports,
-            step=scheduler.step,
-            pool=store.report(),
-            committed=self._committed(granted),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting.tokens,
-            accepted=accepted,
-            live=live,
-            voided=voided,
+            committed=self._forecast(),
+            grants=grants,
             full=full,
-            sessions=store.sessions.rows(now) if full else sessions,
-            leaked=store.leaked,
-            **asdict(scheduler.counters),
         )
-
-    def _committed(self, granted: dict[Key, int]) -> int:
-        """Σ max(held, granted) over live requests, blocks that several hold once."""
-        store = self._scheduler.store
-        total = store.pool.shared
-        for sequence in self._scheduler.live:
-            held = store.owned_blocks(sequence.table) if sequence.table else 0
-            total += max(held, granted.get((sequence.request.id, sequence.request.attempt), 0))
-        return total

@@ -1,11 +1,13 @@
-"""Footprint: how many bytes a piece of work takes at its peak. It knows devices, not models."""
+"""Footprint: how many bytes a piece of work takes at its peak, and whether so many are to be had. It knows devices, not
+models.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +38,25 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     before = _status_bytes("VmRSS")
     work()
     return max(0, _status_bytes("VmHWM") - before)
+
+
+def can_allocate(sizes: Sequence[int], device: torch.device) -> bool:
+    """Whether buffers of `sizes` bytes can be had on `device` at the same time. They are given back at once: CUDA's
+    allocator keeps the memory for the process, a CPU's promises nothing (the kernel may still end us when it is used).
+    """
+    try:
+        taken = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    taken.clear()
+    return True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of torch has refused: CUDA's has its own exception, the CPU's only its own words."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _status_bytes(field: str) -> int:

@@ -12,25 +12,27 @@ Key = tuple[str, int]
 
 
 class GrantBook:
-    """Acceptances and voids, and what of them the coordinator has not been told yet. "" is no grant."""
+    """Acceptances and voids, and what of them the coordinator has not been told yet. "" is no grant: what came in
+    without one is remembered by itself."""
 
     def __init__(self) -> None:
-        self._accepted: OrderedDict[str, None] = OrderedDict()
-        self._void: OrderedDict[str, None] = OrderedDict()
+        self._accepted: OrderedDict[str | Key, None] = OrderedDict()
+        self._void: OrderedDict[str | Key, None] = OrderedDict()
         self._live: dict[Key, str] = {}
         self._news: tuple[list[str], list[str]] = ([], [])
 
-    def accepted(self, grant: str) -> bool:
-        return grant in self._accepted
+    def accepted(self, grant: str, key: Key) -> bool:
+        """Whether `grant`, or without one request `key`, was used before: a message may come twice."""
+        return (grant or key) in self._accepted
 
     def is_void(self, grant: str) -> bool:
         return grant in self._void
 
     def accept(self, grant: str, key: Key) -> None:
         """Request `key` is in by `grant`."""
+        _remember(self._accepted, grant or key)
         if grant:
             self._live[key] = grant
-            _remember(self._accepted, grant)
             self._news[0].append(grant)
 
     def end(self, key: Key) -> None:
@@ -60,7 +62,7 @@ class GrantBook:
         return accepted, voided
 
 
-def _remember(memory: OrderedDict[str, None], grant: str) -> None:
-    memory[grant] = None
+def _remember(memory: OrderedDict[str | Key, None], name: str | Key) -> None:
+    memory[name] = None
     if len(memory) > REMEMBERED:
         memory.popitem(last=False)

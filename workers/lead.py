@@ -22,10 +22,12 @@ IDLE_PLAN = StepPlan(step=-1)
 
 
 class Runs(Protocol):
-    """What computes a plan: a Runner."""
+    """What computes a plan: a Runner. `drops` counts the steps for which a rank had no memory."""
 
-    def run(self, plan: StepPlan) -> tuple[int, ...]:
-        """Sampled tokens on rank 0, () elsewhere."""
+    drops: int
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Sampled tokens on rank 0, () elsewhere and where the step was dropped."""
         ...
 
 
@@ -117,10 +119,13 @@ class Lead:
 
     def _step(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        plan = fill_pending(plan, self._last)
+        # A plan that builds on a dropped step will be dropped as well: its pending tokens were never sampled.
+        if plan.drops >= self._runner.drops:
+            plan = fill_pending(plan, self._last)
         self._comm.broadcast_plan(plan)
-        self._last = self._runner.run(plan)
-        return StepResult(plan.step, self._last, time.perf_counter() - began)
+        result = self._runner.step(plan)
+        self._last = result.tokens
+        return replace(result, seconds=time.perf_counter() - began)
 
     def _die(self, error: BaseException) -> None:
         """After a failure the ranks no longer agree on where they are: hang up, so that followers end as well."""
@@ -155,7 +160,7 @@ def follow(runner: Runs, comm: Communicator) -> None:
     """Run rank 0's plans until it says stop. Any failure hangs up, so that the others end too, and is raised."""
     try:
         while (plan := comm.receive_plan()) is not None:
-            runner.run(plan)
+            runner.step(plan)
     except BaseException:
         comm.close()
         raise

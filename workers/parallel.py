@@ -59,11 +59,15 @@ class Communicator:
     """One rank of `world`. Build it with `alone` or `connect`; with one rank every call is free of traffic.
 
     A collective that fails (a peer is gone, or `timeout_s` is over) raises RuntimeError; the group is then lost.
+    `calls` counts the collectives that this rank has begun, `last` names the latest: ranks that wait for each other
+    show by them who is behind.
     """
 
     def __init__(self, rank: int, world: int, control: Any, data: Any) -> None:
         self.rank = rank
         self.world = world
+        self.calls = 0
+        self.last = ""
         self._control = control
         self._data = data
 
@@ -86,6 +90,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of fp32 `tensor` (contiguous, any shape), in place."""
         if self.world > 1:
+            self._begin("all_reduce")
             self._data.allreduce([tensor], AllreduceOptions()).wait()
         return tensor
 
@@ -98,6 +103,7 @@ class Communicator:
         parts = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else []
         options = GatherOptions()
         options.rootRank = 0
+        self._begin("gather")
         self._data.gather([parts] if parts else [], [padded], options).wait()
         if not parts:
             return None
@@ -137,6 +143,7 @@ class Communicator:
         flag = torch.tensor([value])
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MIN
+        self._begin("min_flag")
         self._control.allreduce([flag], options).wait()
         return int(flag.item())
 
@@ -147,10 +154,15 @@ class Communicator:
         for group in groups.values():
             group.shutdown()
 
+    def _begin(self, collective: str) -> None:
+        self.calls += 1
+        self.last = collective
+
     def _broadcast(self, tensor: Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        self._begin("broadcast")
         self._control.broadcast([tensor], options).wait()
 
 

@@ -184,6 +184,18 @@ class Limits:
     refill: bool = True
     trim: bool = False
 
+    def within(self, most: Limits) -> Limits:
+        """These, as far as they do not exceed `most` (and let anything through at all)."""
+        seqs, tokens, chunk = (
+            max(1, min(asked, own))
+            for asked, own in (
+                (self.max_num_seqs, most.max_num_seqs),
+                (self.max_num_batched_tokens, most.max_num_batched_tokens),
+                (self.chunk, most.chunk),
+            )
+        )
+        return Limits(seqs, tokens, chunk, self.refill, self.trim)
+
 
 class Group(Protocol):
     """The ranks as an engine sees them: launch a plan, wait for its result; plans run in the order launched."""

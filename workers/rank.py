@@ -18,6 +18,7 @@ from workers.memory import machine_bytes, pool_blocks, resident_bytes
 from workers.plan import Limits
 from workers.scheduler import Scheduler
 from workers.settings import GroupSettings
+from workers.stacks import RankState, thread_stacks
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 LEASE_S = 5.0
@@ -44,14 +45,14 @@ class RankFacts:
 
 class Rank:
     """Rank `rank` of `settings.tensor_parallel_size`. In order: open_store (rank 0 of several), load, allocate, then
-    make_engine (rank 0) or follow."""
+    make_engine (rank 0) or follow. `state` may be asked for at any time, from any thread."""
 
     def __init__(self, rank: int, settings: GroupSettings) -> None:
         self._rank = rank
         self._settings = settings
         self._store: Any = None
         self._comm: Any = None
-        self._runner: Any = None
+        self.runner: Any = None
         self._lead: Any = None
         self._max_model_len = 0
         self._scheme = b""
@@ -69,7 +70,7 @@ class Rank:
         began = time.monotonic()
         threads = self._make_runner(address, host)
         settings, layout = self._settings, self._layout
-        activations = 0 if settings.kv_memory is not None else int(self._runner.profile())
+        activations = 0 if settings.kv_memory is not None else int(self.runner.profile())
         total, used = _memory(settings.device)
         return RankFacts(
             rank=self._rank,
@@ -77,7 +78,7 @@ class Rank:
             node=host,
             threads=threads,
             device=settings.device,
-            kernel=str(self._runner.linear_kernel),
+            kernel=str(self.runner.linear_kernel),
             blocks=pool_blocks(settings, layout, total=total, used=used, activations=activations),
             block_bytes=layout.block_bytes,
             used=used,
@@ -87,7 +88,7 @@ class Rank:
 
     def allocate(self, blocks: int) -> None:
         """Allocate this rank's part of `blocks`."""
-        self._runner.allocate(blocks)
+        self.runner.allocate(blocks)
 
     def make_engine(self, blocks: int, name: str) -> Engine:
         """Rank 0: store, scheduler and engine of the group `name` over the ranks, which then wait for its plans."""
@@ -104,23 +105,36 @@ class Rank:
         )
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_num_batched_tokens)
         scheduler = Scheduler(store, limits, max_model_len=self._max_model_len)
-        self._lead = Lead(self._runner, self._comm)
+        self._lead = Lead(self.runner, self._comm)
         return Engine(scheduler, self._lead, name=name, epoch=0, depth=settings.overlap, lease_s=LEASE_S)
 
     def follow(self) -> None:
         """The other ranks: run rank 0's plans until its last one; raises when rank 0 is gone."""
         from workers.lead import follow
 
-        follow(self._runner, self._comm)
+        follow(self.runner, self._comm)
 
     def stop(self) -> None:
         """Rank 0: let the followers go. Raises nothing when they are gone already."""
         if self._lead:
             self._lead.stop()
 
+    def state(self) -> RankState:
+        """Where this rank is, whatever it waits for."""
+        runner, comm = self.runner, self._comm
+        return RankState(
+            rank=self._rank,
+            pid=os.getpid(),
+            step=runner.last_step if runner else -1,
+            drops=runner.drops if runner else 0,
+            collectives=comm.calls if comm else 0,
+            collective=comm.last if comm else "",
+            stacks=thread_stacks(),
+        )
+
     @property
     def _layout(self) -> KVLayout:
-        layout: KVLayout = self._runner.layout
+        layout: KVLayout = self.runner.layout
         return layout
 
     def _make_runner(self, address: str | None, host: str) -> int:
@@ -148,7 +162,7 @@ class Rank:
             store = self._store or join_store(address)
             world = settings.tensor_parallel_size
             self._comm = Communicator.connect(store, self._rank, world, host=host, device=device)
-        self._runner = Runner(
+        self.runner = Runner(
             folder,
             spec,
             comm=self._comm,

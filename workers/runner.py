@@ -1,4 +1,8 @@
-"""Runner: one rank's model and KV pool; a plan in, sampled tokens out. It keeps no sequence state."""
+"""Runner: one rank's model and KV pool; a plan in, sampled tokens out. It keeps no sequence state.
+
+Before a step's first collective the ranks make sure that each of them has the memory for it: one "no" and none of them
+computes a row. So running out of memory costs a step, not the group.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvstore.layout import KVLayout, Precision
+from kvstore.layout import KVLayout, Precision, split_evenly
 from workers.attention.reference import BUCKET_SLOTS, ReferenceAttention
 from workers.batch import build_batch
-from workers.footprint import peak_bytes
+from workers.demand import Demand
+from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
 from workers.layers import choose_kernel
 from workers.models.llama import LlamaModel
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
-from workers.plan import Draw, Row, StepPlan
+from workers.plan import Draw, Row, StepPlan, StepResult
 from workers.sampler import sample
 from workers.weights import Checkpoint
+
+_SCALES = (0.5, 4.0)
+"""How far a measured step may move the arithmetic: a measurement on a busy CPU is rough."""
 
 
 class Runner:
@@ -27,6 +35,7 @@ class Runner:
     `precision` is the KV cache's; `dtype` the weights' ("fp32", "bf16", "fp16"; their values are rounded to it);
     `linear_kernel` forces a kernel by name. Raises Unsupported, WeightError, or ValueError for more ranks than query
     heads. `allocate` must come before the first `run`. Every rank of a group runs the same plans in the same order.
+    `drops` counts the steps for which a rank had no memory; `last_step` is the number of the last plan that came.
     """
 
     def __init__(
@@ -52,10 +61,14 @@ class Runner:
         kernel = choose_kernel(dtype, self.device, linear_kernel)
         self.linear_kernel = kernel.name
         self._attention: ReferenceAttention | None = None
+        self._scale = 1.0
+        self.drops = 0
+        self.last_step = -1
         self.pool: KVPool | None = None
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
             self._model = LlamaModel(spec, checkpoint, comm=comm, kernel=kernel, dtype=dtype, device=self.device)
             checkpoint.finish()
+        self._demand = self._demand_of(spec, kernel.dtype, precision)
 
     def allocate(self, blocks: int) -> None:
         """Make the KV pool of `blocks` blocks, all zeros; an earlier pool is let go first."""
@@ -66,30 +79,70 @@ class Runner:
         self._attention = ReferenceAttention(self.pool)
 
     def profile(self) -> int:
-        """Bytes that the largest step takes beyond weights and pool. All ranks call it together, before `allocate`."""
+        """Bytes that the largest step takes beyond weights and pool. All ranks call it together, before `allocate`.
+
+        What it finds scales the arithmetic by which `reserve` goes.
+        """
         self.allocate(1)
+        plan = self._largest()
         try:
-            return peak_bytes(lambda: self.run(self._largest()), self.device)
+            found = peak_bytes(lambda: self.run(plan), self.device)
         finally:
             self.pool = self._attention = None
+        self._scale = min(_SCALES[1], max(_SCALES[0], found / sum(self._demand.buffers(plan))))
+        return found
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """`run`, if every rank has the memory for it; else a result that says that the rows were dropped.
+
+        A plan that builds on a step that was dropped is dropped too, without asking. What the plan copies and zeroes is
+        done in any case. Memory that runs out later, after the ranks have agreed, is an error.
+        """
+        if plan.step >= 0:
+            self.last_step = plan.step
+        self._turn_over(plan)
+        if plan.drops < self.drops:
+            return StepResult(plan.step, (), dropped=bool(plan.rows))
+        if plan.rows and not self._comm.min_flag(int(self.reserve(plan))):
+            self.drops += 1
+            return StepResult(plan.step, (), dropped=True, short=True)
+        return StepResult(plan.step, self.compute(plan))
+
+    def reserve(self, plan: StepPlan) -> bool:
+        """Whether this rank has the memory for the plan's rows, by allocating their largest buffers for a moment."""
+        return can_allocate([int(size * self._scale) for size in self._demand.buffers(plan)], self.device)
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Copy, zero, compute and sample. Rank 0: one token per row with a draw, in the plan's order; others: ()."""
-        logits = self.logits(plan)
+        self._turn_over(plan)
+        return self.compute(plan)
+
+    def logits(self, plan: StepPlan) -> Tensor | None:
+        """`run` up to the logits: fp32 [rows with a draw, vocab] on rank 0; None elsewhere or when no row has one."""
+        self._turn_over(plan)
+        return self._forward(plan)
+
+    def _turn_over(self, plan: StepPlan) -> None:
+        """What the plan does to whole blocks."""
+        if self.pool is None:
+            raise RuntimeError("allocate() comes before the first plan")
+        with torch.inference_mode():
+            self.pool.copy(plan.copy)
+            self.pool.zero(plan.zero)
+
+    def compute(self, plan: StepPlan) -> tuple[int, ...]:
+        """`run` without what it does to whole blocks."""
+        logits = self._forward(plan)
         if logits is None:
             return ()
         with torch.inference_mode():
             return sample(logits, [row.draw for row in plan.rows if row.draw is not None])
 
-    def logits(self, plan: StepPlan) -> Tensor | None:
-        """`run` up to the logits: fp32 [rows with a draw, vocab] on rank 0; None elsewhere or when no row has one."""
-        if self.pool is None or self._attention is None:
-            raise RuntimeError("allocate() comes before the first plan")
+    def _forward(self, plan: StepPlan) -> Tensor | None:
+        if not plan.rows:
+            return None
+        assert self._attention is not None
         with torch.inference_mode():
-            self.pool.copy(plan.copy)
-            self.pool.zero(plan.zero)
-            if not plan.rows:
-                return None
             batch = build_batch(plan, self.layout.block_size, self.device)
             hidden = self._model.forward(batch, self._attention)
             if not batch.draws:
@@ -97,6 +150,22 @@ class Runner:
             if len(batch.draws) < len(hidden):
                 hidden = hidden.index_select(0, batch.sampled)
             return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
+
+    def _demand_of(self, spec: ModelSpec, dtype: torch.dtype, precision: Precision) -> Demand:
+        rank, world, shard = self._comm.rank, self._comm.world, self._model.shard
+        start, stop = split_evenly(spec.intermediate_size, world)[rank]
+        return Demand(
+            hidden=spec.hidden_size,
+            q_heads=shard.q_heads,
+            kv_heads=shard.kv_heads,
+            head_dim=spec.head_dim,
+            inner=stop - start,
+            vocabulary=spec.vocab_size if rank == 0 else self._model.widths[rank],
+            item=dtype.itemsize,
+            kv_item=precision.bits // 8,
+            gather_slots=BUCKET_SLOTS,
+            scores=self.device.type != "cpu",
+        )
 
     def _largest(self) -> StepPlan:
         """One-token rows that fill an attention gather, and one chunk with the rest of the token budget."""

@@ -8,30 +8,25 @@ there is PENDING in the plan.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-from kvstore.store import BlockTable, Copy, KVStore
-from workers.admission import Admission
-from workers.draft import Draft, Part
-from workers.plan import Finish, Limits, StepPlan, StepResult, TokenEvent
+from kvstore.store import Copy, KVStore
+from kvstore.table import BlockTable
+from workers.admission import Admission, obstacle
+from workers.budget import Budget
+from workers.draft import Draft
+from workers.flight import Flight, Part
+from workers.plan import Finish, GroupDead, Limits, StepPlan, StepResult, TokenEvent
+from workers.preemption import batch_victims, choose_victim, freed_blocks
 from workers.sequence import Priority, Request, Sequence
+from workers.tally import Counters, Doublings, StepTally
 from workers.waiting import WaitingList
 
 ADMISSION_WINDOW = 16
 """How far behind the head of the waiting list a step looks for a request that fits."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the group came up."""
-
-    preemptions: int = 0
-    finished: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
+TRIM_ZEROES = 8
+"""How many times as many blocks a step zeroes while memory is scarce."""
+LATE = "the deadline of the request passed while it waited for memory"
+"""What a request is told that was never started, or never again."""
 
 
 class Scheduler:
@@ -51,12 +46,15 @@ class Scheduler:
         self.limits = limits
         self.max_model_len = max_model_len
         self.counters = Counters()
+        self.steps = StepTally()
+        self.request_blocks = Doublings()
         self.running: list[Sequence] = []
         self.waiting = WaitingList()
         self._admission = Admission(store, watermark=watermark, resume_growth=resume_growth)
         self._zero_per_step = zero_per_step
         self._live: dict[tuple[str, int], Sequence] = {}
-        self._inflight: deque[tuple[int, list[Part]]] = deque()
+        self._budget = Budget()
+        self._inflight: deque[Flight] = deque()
         self._step = 0
 
     @property
@@ -71,22 +69,12 @@ class Scheduler:
 
     def obstacle(self, request: Request) -> str | None:
         """Why `request` can never run here, with the numbers; None when it can."""
-        if request.longest > self.max_model_len:
-            return (
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} exceed "
-                f"the context of {self.max_model_len} tokens"
-            )
-        need, have = self.store.blocks_for(request.longest), self.store.total
-        if need > have:
-            return (
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} need {need} blocks "
-                f"of {self.store.block_size} tokens, and the whole pool has {have}"
-            )
-        return None
+        return obstacle(request, self.store, self.max_model_len)
 
     def add(self, request: Request, now: float) -> None:
         """A request that `obstacle` has nothing against joins the waiting list."""
-        sequence = Sequence(request, arrived=now - request.age)
+        deadline = None if request.left is None else now + request.left
+        sequence = Sequence(request, arrived=now - request.age, deadline=deadline)
         self._live[request.id, request.attempt] = sequence
         self.waiting.add(sequence)
 
@@ -96,36 +84,82 @@ class Scheduler:
         if sequence is None:
             return None
         self._end(sequence, finish, now)
-        return TokenEvent(request, attempt, sequence.outputs, (), finish, sequence.cached)
+        return sequence.event(finish=finish)
+
+    def end_late(self, now: float) -> list[TokenEvent]:
+        """End what waits and is past its deadline: it is never prefilled (again)."""
+        late = self.waiting.late(now)
+        for sequence in late:
+            self._end(sequence, Finish.ERROR, now)
+        return [sequence.event(finish=Finish.ERROR, error=LATE) for sequence in late]
+
+    def purge(self, namespace: bytes) -> int:
+        """Nobody finds what was cached for `namespace` so far, and what its live requests compute is never cached; the
+        number of blocks that were."""
+        for sequence in self._live.values():
+            if sequence.request.namespace == namespace:
+                sequence.forgotten = True
+        return self.store.purge(namespace)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when there is nothing to do before another result or request comes in."""
         self.store.expire(now)
         self._make_way(now)
-        draft = Draft(self.limits, self.store.block_size)
+        limits = self.limits
+        slots = max(limits.max_num_seqs, len(self.running))  # what runs goes on when limits get lower
+        places, tokens = self._budget.allow(slots, limits.max_num_batched_tokens)
+        step = self._step + 1
+        draft = Draft(step, tokens, places, limits.chunk, self.store.block_size)
         self._plan_decodes(draft, now)
         self._plan_prefills(draft)
         self._admit(draft, now)
-        step = self._step + 1
-        zero = self.store.pool.wash(step, self._zero_per_step)
+        zero = self.store.pool.wash(step, self._zero_per_step * (TRIM_ZEROES if limits.trim else 1))
         if not draft.rows and not zero:
             return None
         self.counters.computed_tokens += draft.computed
         self.counters.recomputed_tokens += draft.recomputed
-        return self._launch(draft.finish(step, zero), draft.parts)
+        self._step = step
+        self._inflight.append(Flight(step, draft.parts, draft.computed, draft.recomputed))
+        self.store.pool.launch(step)
+        return draft.finish(zero, self.counters.ooms)
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
-        """Take in the result of the oldest step in flight: append, seal, finish."""
-        step, parts = self._inflight.popleft()
-        assert step == result.step, f"result of step {result.step} while {step} is the oldest in flight"
-        self.store.pool.apply(step)
+        """Take in the result of the oldest step in flight: append, seal, finish; or take it back, if it was dropped.
+        Raises GroupDead when a step as small as can be found no memory."""
+        flight = self._inflight.popleft()
+        assert flight.step == result.step, f"result of {result.step} while {flight.step} is the oldest in flight"
+        self.store.pool.apply(flight.step)
+        assert result.dropped or not (flight.undone and flight.parts), f"step {flight.step} built on a dropped one"
+        if result.dropped:
+            self._take_back(flight)
+            if result.short:
+                self._hold_back(flight)
+            return []
+        if flight.parts:
+            self._budget.good(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+            self.steps.add(len(flight.parts), result.seconds, len(result.tokens), flight.computed)
         events: list[TokenEvent] = []
         tokens = iter(result.tokens)
-        for part in parts:
+        for part in flight.parts:
             token = next(tokens) if part.sampled else None
             if part.sequence.finish is None:
                 self._apply_part(part, token, now, events)
         return events
+
+    def _take_back(self, flight: Flight) -> None:
+        """No rank computed a row of it, nor will one of the steps in flight, which build on it and come back dropped
+        too. If it was itself such a step, that has been done, and what is in flight now was planned since."""
+        for later in () if flight.undone else (*reversed(self._inflight), flight):
+            later.undo()
+            self.counters.computed_tokens -= later.computed
+            self.counters.recomputed_tokens -= later.recomputed
+
+    def _hold_back(self, flight: Flight) -> None:
+        """A rank had no memory for it: smaller steps from now on."""
+        self.counters.ooms += 1
+        if (len(flight.parts), flight.computed) == (1, 1):
+            raise GroupDead("a rank has no memory for a step with one token of one sequence")
+        self._budget.short(len(flight.parts), flight.computed)
 
     def _apply_part(self, part: Part, token: int | None, now: float, events: list[TokenEvent]) -> None:
         sequence = part.sequence
@@ -133,33 +167,28 @@ class Scheduler:
             sequence.tokens.append(token)
             sequence.pending -= 1
             self.counters.output_tokens += 1
-        if sequence.table is part.table:
+        if part.holds:
             self.store.seal(part.table, sequence.tokens, part.computed, now)
-        if token is None:
-            return
-        finish = self._finish_of(sequence, token)
-        request = sequence.request
-        events.append(TokenEvent(request.id, request.attempt, sequence.outputs - 1, (token,), finish, sequence.cached))
+        finish = None
+        if token is not None:
+            finish = sequence.end_after(token)
+            events.append(sequence.event(token, finish=finish))
+        elif not sequence.generates and part.holds and part.computed == sequence.length:
+            finish = Finish.LENGTH
+            events.append(sequence.event(finish=finish))
         if finish is not None:
             self._end(sequence, finish, now)
-
-    def _finish_of(self, sequence: Sequence, token: int) -> Finish | None:
-        if token in sequence.request.sampling.stop_ids:
-            return Finish.STOP
-        if len(sequence.tokens) >= sequence.request.longest:
-            return Finish.LENGTH
-        return None
 
     def _make_way(self, now: float) -> None:
         """Preempt batch work for the first in line, if it is interactive and that gives it the room it lacks."""
         head = next(iter(self.waiting.first(1)), None)
         if head is None or head.pending or head.request.priority is not Priority.INTERACTIVE:
             return
-        batch = [s for s in self.running if s.request.priority is Priority.BATCH]
-        freed = sum(self.store.owned_blocks(s.table) for s in batch if s.table)
-        if not batch or not self._would_start(head, now, slots=len(batch), blocks=freed):
+        if not self.limits.refill and not head.preemptions:
             return
-        batch.sort(key=self._expendability)
+        batch = batch_victims(self.store, self.running)
+        if not batch or not self._would_start(head, now, slots=len(batch), blocks=freed_blocks(self.store, batch)):
+            return
         while batch and not self._would_start(head, now):
             self._preempt(batch.pop(), now)
 
@@ -171,8 +200,11 @@ class Scheduler:
 
     def _plan_decodes(self, draft: Draft, now: float) -> None:
         self.running.sort(key=lambda sequence: sequence.rank)
-        for sequence in tuple(self.running):
-            if sequence.todo != 1 or sequence.table is None or not sequence.wants_more or not draft.budget:
+        order = list(self.running)
+        if len(order) > min(draft.budget, draft.places):  # not all fit: within a class they take turns
+            order.sort(key=lambda sequence: (sequence.request.priority, sequence.stepped))
+        for sequence in order:
+            if sequence.todo != 1 or sequence.table is None or not sequence.wants_more or not draft.room:
                 continue
             copies = self._grow(sequence, sequence.table, draft, now)
             if copies is not None:
@@ -187,44 +219,29 @@ class Scheduler:
                 return copies
             if not self.store.shortage(table, sequence.computed, sequence.computed + 1):
                 return None  # blocks that steps in flight still name will come back with their results
-            victim = self._choose_victim(sequence, draft)
+            victim = choose_victim(self.store, (s for s in self.running if s not in draft), sequence)
             self._preempt(victim or sequence, now)
             if victim is None:
                 return None
 
-    def _choose_victim(self, needy: Sequence, draft: Draft) -> Sequence | None:
-        """The lowest class, then the cheapest recompute per block freed, then the latest; never one in the draft."""
-        candidates = [
-            s
-            for s in self.running
-            if s is not needy and s not in draft and s.request.priority >= needy.request.priority
-        ]
-        return max(candidates, key=self._expendability, default=None)
-
-    def _expendability(self, sequence: Sequence) -> tuple[int, float, float]:
-        freed = self.store.owned_blocks(sequence.table) if sequence.table else 0
-        cost = sequence.computed / freed if freed else float("inf")
-        return (sequence.request.priority, -cost, sequence.arrived)
-
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        assert sequence.table is not None
-        self.store.release(sequence.table, now)
-        sequence.table = None
+        self._release(sequence, now)
         sequence.computed = 0
         sequence.preemptions += 1
         self.counters.preemptions += 1
-        self.running.remove(sequence)
         self.waiting.add(sequence)
 
     def _plan_prefills(self, draft: Draft) -> None:
         for sequence in self.running:
-            if sequence.todo > 1 and sequence.table is not None and draft.budget:
+            if sequence.todo > 1 and sequence.table is not None and draft.room:
                 draft.add(sequence, sequence.table)
 
     def _admit(self, draft: Draft, now: float) -> None:
         blocked: list[Sequence] = []
-        for sequence in self.waiting.first(ADMISSION_WINDOW):
-            if not draft.budget or len(self.running) >= self.limits.max_num_seqs:
+        for sequence in self._candidates():
+            if not draft.room or len(self.running) >= self.limits.max_num_seqs:
+                return
+            if not self.limits.refill and self.running and not sequence.preemptions:
                 return
             if sequence.pending:
                 continue  # preempted while its token is being sampled: known with the next result
@@ -240,6 +257,11 @@ class Scheduler:
             else:
                 blocked.append(sequence)
 
+    def _candidates(self) -> tuple[Sequence, ...]:
+        """Who may start, in order. Without refill, what was preempted; if that is nothing, one that runs alone."""
+        preempted = () if self.limits.refill else self.waiting.preempted(ADMISSION_WINDOW)
+        return preempted or self.waiting.first(ADMISSION_WINDOW)
+
     def _start(self, sequence: Sequence, table: BlockTable) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
@@ -250,12 +272,9 @@ class Scheduler:
             sequence.cached = min(table.cached, len(sequence.request.prompt))
             self.counters.prompt_tokens += len(sequence.request.prompt)
             self.counters.cached_tokens += sequence.cached
-
-    def _launch(self, plan: StepPlan, parts: list[Part]) -> StepPlan:
-        self._step = plan.step
-        self._inflight.append((plan.step, parts))
-        self.store.pool.launch(plan.step)
-        return plan
+            expired, elsewhere = self.store.misses(table, sequence.request.prompt)
+            self.counters.expired_asked += expired
+            self.counters.lost_to_scope += elsewhere
 
     def _end(self, sequence: Sequence, finish: Finish, now: float) -> None:
         sequence.finish = finish
@@ -263,7 +282,14 @@ class Scheduler:
         del self._live[sequence.request.id, sequence.request.attempt]
         if sequence.table is None:
             self.waiting.remove(sequence)
-            return
+        else:
+            self._release(sequence, now)
+        if sequence.blocks:
+            self.request_blocks.add(sequence.blocks)
+
+    def _release(self, sequence: Sequence, now: float) -> None:
+        assert sequence.table is not None
+        sequence.blocks = max(sequence.blocks, len(sequence.table) * self.store.groups)
         self.store.release(sequence.table, now)
         sequence.table = None
         self.running.remove(sequence)

@@ -7,8 +7,8 @@ from enum import IntEnum
 
 from kvstore.chain import BlockKey
 from kvstore.sessions import Terms
-from kvstore.store import BlockTable
-from workers.plan import Draw, Finish
+from kvstore.table import BlockTable
+from workers.plan import Draw, Finish, TokenEvent
 
 
 class Priority(IntEnum):
@@ -70,7 +70,9 @@ class Sequence:
     `tokens` are those known so far; `pending` more are being sampled by steps in flight, the last of them as sampled
     row `source` of the latest step. `computed` counts the tokens whose keys and values are in place once the launched
     steps have run, `reached` how far that ever got. `keys` is the hash chain of the tokens as far as it was needed.
-    A sequence without a table waits.
+    A sequence without a table waits, until `deadline` at most. `blocks` is the most that it has held at a time,
+    `stepped` the last step that had a part for it.
+    `forgotten`: its namespace was purged while it was here, so that nothing of it stays cached.
     """
 
     request: Request
@@ -86,6 +88,10 @@ class Sequence:
     bypassed: int = 0
     blocked_at: float | None = None
     reached: int = 0
+    deadline: float | None = None
+    blocks: int = 0
+    stepped: int = 0
+    forgotten: bool = False
     finish: Finish | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +118,22 @@ class Sequence:
         return (self.request.priority, not self.preemptions, self.arrived)
 
     @property
+    def generates(self) -> bool:
+        """Whether it is here for output, not only to fill the cache."""
+        return self.request.sampling.max_tokens > 0
+
+    @property
     def wants_more(self) -> bool:
-        """Whether one more token may be drawn once the pending ones are known."""
-        return self.finish is None and self.length < self.request.longest
+        """Whether more is to be computed once the pending tokens are known: another may be drawn, or none ever is."""
+        return self.finish is None and (self.length < self.request.longest or not self.generates)
+
+    def end_after(self, token: int) -> Finish | None:
+        """Why `token`, which has just been appended, is the last one; None when it is not."""
+        if token in self.request.sampling.stop_ids:
+            return Finish.STOP
+        return Finish.LENGTH if len(self.tokens) >= self.request.longest else None
+
+    def event(self, *tokens: int, finish: Finish | None = None, error: str | None = None) -> TokenEvent:
+        """News of this sequence: `tokens` are its latest."""
+        request, index = self.request, self.outputs - len(tokens)
+        return TokenEvent(request.id, request.attempt, index, tokens, finish, self.cached, error)

@@ -32,6 +32,19 @@ class WaitingList:
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first of them has waited too long."""
+        return min((s.deadline for s in self._sequences if s.deadline is not None), default=None)
+
+    def late(self, now: float) -> tuple[Sequence, ...]:
+        """Those whose deadline has passed."""
+        return tuple(s for s in self._sequences if s.deadline is not None and s.deadline <= now)
+
+    def preempted(self, count: int) -> tuple[Sequence, ...]:
+        """The first `count` of those that ran before."""
+        return tuple([s for s in self._sequences if s.preemptions][:count])
+
     def first(self, count: int) -> tuple[Sequence, ...]:
         """The first `count`, as they stand now."""
         return tuple(self._sequences[:count])

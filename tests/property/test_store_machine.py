@@ -1,4 +1,5 @@
-"""KVStore under Hypothesis: forks, copies on write, twins, expiry and fences in any order; contents by shadow slots."""
+"""KVStore under Hypothesis: forks, copies on write, twins, expiry, quotas, public heads, purges and fences in any
+order; contents by shadow slots."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.store import BlockTable, KVStore
+from kvstore.sessions import Terms
+from kvstore.store import KVStore
+from kvstore.table import BlockTable
 
 SIZE = 4
 TTL = 10.0
+PUBLIC = b"public"
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -35,7 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
         copies = self.store.grow(table, start, len(tokens), self.now)
         if copies is None:
             lacking = self.store.shortage(table, start, len(tokens))
-            assert lacking > 0, "grow refuses what the pool has"
+            assert lacking > 0 or self.store.pool.dirty, "grow refuses what the pool has"
             return False
         for (_, target), content in [(pair, list(self.slots[pair[0]])) for pair in copies]:
             self.slots[target] = content
@@ -46,11 +50,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.seal(table, tokens, len(tokens), self.now)
         return True
 
-    @rule(namespace=st.sampled_from([b"x", b"y"]), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
-    def start(self, namespace: bytes, tokens: list[int]) -> None:
+    @rule(
+        namespace=st.sampled_from([b"x", b"y"]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        keep_s=st.sampled_from([0.0, 0.0, 30.0]),
+        quota=st.sampled_from([None, None, 0, 3]),
+        public=st.sampled_from([0, 0, SIZE, 2 * SIZE + 1]),
+    )
+    def start(self, namespace: bytes, tokens: list[int], keep_s: float, quota: int | None, public: int) -> None:
         keys: list[bytes] = []
-        match = self.store.match(namespace, tokens, keys, self.now)
-        table = self.store.adopt(namespace, tokens, keys, self.now)
+        terms = Terms(b"t", quota, quota and 2 * quota, keep_s, PUBLIC, min(public, len(tokens)))
+        match = self.store.match(namespace, tokens, keys, self.now, terms)
+        table = self.store.adopt(namespace, tokens, keys, self.now, terms)
+        self.store.misses(table, tokens)
         assert table.cached == match.blocks * SIZE < len(tokens)
         if self.write(table, tokens, table.cached):
             self.open.append((table, list(tokens)))
@@ -85,28 +97,39 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.expire(self.now)
         self.launch_and_apply()
 
-    @rule(namespace=st.sampled_from([b"x", b"y", None]))
+    @rule(namespace=st.sampled_from([b"x", b"y", PUBLIC, None]))
     def purge(self, namespace: bytes | None) -> None:
         self.store.purge(namespace)
-        for name, _, _ in self.store.sessions.rows(self.now):
-            held = {b for table, _ in self.open for group in table.blocks for b in group}
-            assert namespace not in (None, name) or held, "something idle outlived its purge"
+        for name in (b"x", b"y", PUBLIC) if namespace is None else (namespace,):
+            assert not self.store.sessions.blocks(name), "something outlived its purge"
+
+    @rule(share=st.sampled_from([0.1, 0.4]))
+    def audit_a_bit(self, share: float) -> None:
+        assert self.store.audit(self.now, share) == 0
 
     @invariant()
     def every_table_reads_its_own_tokens(self) -> None:
         if not hasattr(self, "store"):
             return
         self.store.check()
-        assert self.store.audit(self.now) == 0
         for table, tokens in self.open:
             for blocks in table.blocks:
                 assert len(blocks) == -(-len(tokens) // SIZE)
                 for position in range(len(tokens)):
                     assert self.slots[blocks[position // SIZE]][position % SIZE] == hash(tuple(tokens[: position + 1]))
 
+    @invariant()
+    def blocks_that_several_tables_hold_are_counted_once(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        tables = [table for table, _ in self.open]
+        alone = [len(table) - borrowed for table, borrowed in zip(tables, self.store.borrowed(tables), strict=True)]
+        assert sum(alone) == len({block for table in tables for block in table.blocks[0]})
+
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
+        assert self.store.audit(self.now) == 0
         for table, _ in self.open:
             self.store.release(table, self.now)
         self.store.purge()

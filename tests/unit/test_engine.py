@@ -127,10 +127,13 @@ def test_what_can_never_fit_is_refused_at_the_door() -> None:
 def test_reports_tell_blocks_commitments_and_sessions() -> None:
     engine = make()
     engine.subscribe("i", lambda: None, 0.0)
-    engine.submit("i", request(output=9, granted_blocks=7, grant="g"))
+    engine.submit("i", request(output=9, granted_blocks=2, grant="g"))
     engine.turn(0.0)
     busy = report(engine, 0.0)
-    assert (busy.committed, busy.running, busy.pool.held) == (7, 1, 1)
+    assert (busy.committed, busy.running, busy.pool.held) == (2, 1, 1), "what it was granted"
+    for _ in range(4):
+        engine.turn(0.0)
+    assert report(engine, 0.0).committed == 3, "it has outgrown that and is expected to use all that it may"
     while not engine.idle:
         engine.turn(1.0)
     idle = report(engine, 1.0)

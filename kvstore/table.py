@@ -1,0 +1,33 @@
+"""BlockTable: the blocks of one sequence, and to which namespace each of them belongs. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.chain import BlockKey
+from kvstore.sessions import Terms
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one sequence, per layer group; `keys` are those of its first full blocks, `sealed` how many of them
+    have been offered to the index, `cached` the tokens it found there when it was opened. The first `public` blocks
+    belong to `terms.public`, the others to `namespace`. `forgotten`: its namespace was purged since, so that nothing of
+    it may be found by others. `audited` is the audit's pass that counts it."""
+
+    namespace: bytes
+    blocks: tuple[list[int], ...]
+    terms: Terms
+    public: int
+    keys: list[BlockKey] = field(default_factory=list)
+    sealed: int = 0
+    cached: int = 0
+    forgotten: bool = False
+    audited: int = 0
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def owner(self, index: int) -> bytes:
+        """The namespace of the block at `index`."""
+        return self.terms.public if index < self.public else self.namespace

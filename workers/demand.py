@@ -1,0 +1,76 @@
+"""Demand: how many bytes the buffers of one step take on one rank, beside weights and pool.
+
+Arithmetic on a model's sizes and a plan's rows. It follows what the model and the reference attention allocate at a
+time, not every temporary; knows no device and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.plan import StepPlan
+
+_INDEX = 8
+"""Bytes of one index into the pool."""
+_FP32 = 4
+_SAMPLING = 16
+"""Bytes per logit while it is sampled: itself, its exponential, the fp64 running sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this rank,
+    `vocabulary` is what it sees of the logits (all of it on rank 0). `item` and `kv_item` are bytes of an activation
+    and of a cached element. A gather of one-token rows names at most `gather_slots` slots, unless one row has more.
+    `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in tiles."""
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    item: int
+    kv_item: int
+    gather_slots: int
+    scores: bool
+
+    def buffers(self, plan: StepPlan) -> tuple[int, ...]:
+        """Bytes of the largest buffers that live at the same time, none of them 0; () for a plan without rows."""
+        singles = [row.start + 1 for row in plan.rows if len(row.tokens) == 1]
+        chunks = [(len(row.tokens), row.start + len(row.tokens)) for row in plan.rows if len(row.tokens) > 1]
+        widest = max(singles, default=0)
+        gathered = max(widest, min(sum(singles), self.gather_slots))
+        longest = max((length for _, length in chunks), default=0)
+        attention = (
+            self._index_bytes(singles, chunks),
+            max(gathered, longest) * 2 * self.kv_heads * self.head_dim * self._wide(self.kv_item),
+            self._score_bytes(gathered, chunks),
+        )
+        # The logits come when the layers are done.
+        logits = sum(row.draw is not None for row in plan.rows) * self.vocabulary * _SAMPLING
+        later = (logits,) if logits > sum(attention) else attention
+        return tuple(part for part in (plan.tokens * self._token_bytes(), *later) if part)
+
+    def _token_bytes(self) -> int:
+        """The residual stream with two fp32 copies (one is what ranks add up), queries, keys and values, what attention
+        makes of them, both halves of the MLP and their product."""
+        heads = self.item * (self.q_heads + 2 * self.kv_heads) + self._wide(self.item) * self.q_heads
+        return self.item * 3 * (self.hidden + self.inner) + 2 * _FP32 * self.hidden + heads * self.head_dim
+
+    def _index_bytes(self, singles: list[int], chunks: list[tuple[int, int]]) -> int:
+        """Every row's index into the pool, for keys and values of each head, and the masks; all layers share them."""
+        slots = sum(singles) + sum(length for _, length in chunks)
+        masks = self.kv_heads * sum(singles) + sum(count * length for count, length in chunks if length > count)
+        return slots * 2 * self.kv_heads * _INDEX + masks * _FP32
+
+    def _wide(self, item: int) -> int:
+        """Bytes of one element as it is, and once more in fp32 where that is another format."""
+        return item if item == _FP32 else item + _FP32
+
+    def _score_bytes(self, gathered: int, chunks: list[tuple[int, int]]) -> int:
+        """Scores and their softmax, fp32, of the largest gather or chunk."""
+        largest = gathered
+        if self.scores:
+            largest = max(largest, *(count * length for count, length in chunks), 0)
+        return 2 * _FP32 * self.q_heads * largest
