@@ -62,7 +62,8 @@ class Standing(Enum):
 class GroupState:
     """A group as the coordinator sees it now. `committed` are blocks that grants and the group's own report take up;
     `grants` are open ones, void ones included. `reported_s` and `progressed_s` are seconds since its last report and
-    since it last made progress (or had nothing to do); `pool` is None until its first report."""
+    since it last made progress (or had nothing to do); `pool` is None until its first report;
+    `level` is its row of the ladder."""
 
     card: GroupCard
     epoch: int
@@ -76,6 +77,7 @@ class GroupState:
     progressed_s: float
     sessions: int = 0
     pool: PoolReport | None = None
+    level: str = "normal"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,49 +1,37 @@
-"""The coordinator: which groups there are, and which of them may run what. Joins view and placement.
+"""The coordinator: which groups there are, and who may run what where. Joins view, dispatch, ladder and news.
 
-`place` answers at once and never waits. Every call is idempotent, so that a caller whose answer was lost asks again.
-Knows no network and no clock.
+Every call answers at once and is idempotent, so that a caller whose answer was lost asks again. Knows no network and
+no clock; its only randomness is drawn from the seed it is given.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import random
 from collections.abc import Iterable
 
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, Standing
-from cluster.coordination.experience import Experience
-from cluster.coordination.grants import REFUSED_STALE, Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
+from cluster.coordination.dispatch import Dispatch
+from cluster.coordination.grants import REFUSED_STALE, Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.coordination.groupview import GroupView
+from cluster.coordination.ladder import Signals
 from cluster.coordination.ledger import OpenGrant, Stage
-from cluster.coordination.placement import Bounds, Full, blocks_for, place, refuse_full
-from cluster.coordination.view import GroupView, View
+from cluster.coordination.news import Answer, Newsroom
+from cluster.coordination.status import status_of
+from cluster.coordination.terms import CoordinatorTerms
+from cluster.coordination.view import View
 from workers.plan import Finish, GroupReport
-
-SWEEP_S = 1.0
-"""How often silent groups are looked for."""
 
 
 class Coordinator:
-    """A grant that no group has taken within `grant_s` is void; a group that is silent for `drop_s` is forgotten with
-    its grants, and joins again when it is back. `bounds`: when a group gets nothing new. Epochs begin above
-    `first_epoch`: whoever may restart a coordinator passes a number that grows (seconds of wall time), so that neither
-    an epoch nor a grant's id comes twice even if a group joins that nobody has reported yet."""
+    """Epochs begin above `first_epoch`, which also identifies this life: whoever may restart a coordinator passes a
+    number that grows (seconds of wall time), so that neither an epoch nor a grant's id comes twice even if a group
+    joins that nobody has reported yet. `seed` spreads what clients are told to wait."""
 
-    def __init__(
-        self,
-        *,
-        bounds: Bounds | None = None,
-        grant_s: float = 5.0,
-        drop_s: float = 30.0,
-        forget_s: float = 60.0,
-        first_epoch: int = 0,
-    ) -> None:
-        self._bounds = bounds or Bounds()
-        self._grant_s = grant_s
-        self._drop_s = drop_s
-        self._view = View(forget_s, first_epoch)
-        self._experience: dict[str, Experience] = {}
-        self._granted = 0
-        self._refused: Counter[str] = Counter()
-        self._swept_at = float("-inf")
+    def __init__(self, terms: CoordinatorTerms | None = None, *, first_epoch: int = 0, seed: int = 0) -> None:
+        self._terms = terms or CoordinatorTerms()
+        self._view = View(self._terms, first_epoch)
+        self._news = Newsroom(first_epoch, self._terms.line.ingress_s)
+        self._dispatch = Dispatch(self._view, self._news, self._terms, random.Random(seed))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -52,40 +40,83 @@ class Coordinator:
         sense here."""
         if card.protocol != PROTOCOL:
             raise ValueError(f"group {card.group} speaks protocol {card.protocol}, the coordinator {PROTOCOL}")
+        if not card.models:
+            raise ValueError(f"group {card.group} serves no model")
         if min(card.blocks, card.block_size, card.max_num_seqs, card.max_num_batched_tokens, card.max_model_len) < 1:
             raise ValueError(f"group {card.group} has no room: {card}")
-        for model in card.models:
-            self._experience.setdefault(model, Experience())
-        return self._view.join(card, now).epoch
+        self._advance(now)
+        is_known = card.group in self._view.groups
+        group = self._view.join(card, now)
+        if is_known:
+            self._dispatch.give_up_lost(now)
+        self._dispatch.offer(group)
+        self._dispatch.serve(now)
+        return group.epoch
 
     def leave(self, group: str, epoch: int, now: float) -> None:
         """This incarnation takes nothing new: it drains, or it is dead. What it has accepted runs on while it reports;
         without reports it is dropped."""
+        self._advance(now)
         known = self._view.groups.get(group)
         if known is not None and known.epoch == epoch:
-            known.leaving = True
-        self._sweep(now)
+            self._view.leave(known)
 
     def report(self, report: GroupReport, now: float) -> Reply:
-        """A group's news; the reply names its void grants until `report.voided` acknowledges them."""
+        """A group's news; the reply names its void grants until `report.voided` acknowledges them, and its limits."""
         self._advance(now)
         self._view.hear_of(report.group, report.epoch)
         group = self._view.groups.get(report.group)
         if group is None or group.epoch != report.epoch:
             # A lower epoch than the one known is an incarnation that was replaced; anything else joins again.
             return Reply(False, group.epoch if group and group.epoch > report.epoch else 0)
-        for entry in group.take(report, now):
-            self._view.forget_later(entry, now)
-            self._drained(group, entry, now)
-        return Reply(True, group.epoch, tuple(group.ledger.void))
+        ended = group.take(report, now)
+        if ended is not None:
+            for entry in ended:
+                self._view.forget_later(entry, now)
+                self._drained(group, entry, now)
+            self._climb(group, report, now)
+            if group.listed:
+                self._view.touch(group, now)
+            else:
+                self._view.watch(group, now)
+            self._dispatch.offer(group)
+            self._dispatch.serve(now)
+        return Reply(True, group.epoch, tuple(group.ledger.void), group.limits, self._view.beat_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def place(self, asks: Iterable[Ask], now: float) -> tuple[Grant | Refusal, ...]:
-        """One answer per ask, in order. An attempt that holds a grant gets the same one again; a newer attempt makes
-        the older one's grant void."""
+    def place(self, ingress: str, asks: Iterable[Ask], now: float) -> tuple[Grant | Ticket | Refusal, ...]:
+        """One answer per ask, in order. An attempt that holds a grant or a place gets the same one again; a newer
+        attempt makes the older one's grant void and takes its place away."""
         self._advance(now)
-        return tuple(self._place(ask, now) for ask in asks)
+        answers = tuple(self._place(ingress, ask, now) for ask in asks)
+        self._dispatch.serve(now)
+        return answers
+
+    def news(self, ingress: str, acked: int, now: float) -> LineNews:
+        """What became of the ingress's tickets and it has not acknowledged; does not wait."""
+        self._advance(now)
+        outbox = self._news.read(ingress, acked, now)
+        answers = tuple(self._as_it_stands(answer, now) for _, answer in outbox.answers)
+        return LineNews(outbox.number, outbox.life, answers)
+
+    def wakes(self) -> tuple[str, ...]:
+        """The ingresses for which there are news since the last call."""
+        return self._news.wakes()
+
+    def leave_line(self, keys: Iterable[tuple[str, int]], now: float) -> None:
+        """These (request, attempt) wait no more; a grant that they have got and nobody has taken yet is void."""
+        self._advance(now)
+        for request, attempt in keys:
+            waiter = self._dispatch.waiting.get(request)
+            if waiter is not None and waiter.ask.attempt <= attempt:
+                self._dispatch.drop(waiter, now)
+            known, grant = self._view.latest.get(request, (-1, ""))
+            entry = self._view.entry(grant)
+            if known <= attempt and entry is not None and entry.stage is Stage.ISSUED:
+                self._view.void(grant, withdrawn=True)
+            self._view.end(request, attempt, now)
+        self._dispatch.serve(now)
 
     def settle(self, outcomes: Iterable[Outcome], now: float) -> None:
         """These ended. What finished by itself has freed its blocks; an aborted one does when the group says so."""
@@ -99,8 +130,10 @@ class Coordinator:
                 continue
             entry = self._view.close(outcome.grant, now)
             if entry is not None:
-                self._experience[entry.ask.model].learn(outcome.output_tokens, entry.ask.max_tokens)
+                self._learn(entry.ask, outcome.output_tokens)
                 self._drained(group, entry, now)
+                self._dispatch.offer(group)
+        self._dispatch.serve(now)
 
     def withdraw(self, grants: Iterable[str], now: float) -> None:
         """These will not be used: void until their groups have acknowledged."""
@@ -108,37 +141,58 @@ class Coordinator:
         for grant in grants:
             self._view.void(grant, withdrawn=True)
 
+    def tick(self, now: float) -> None:
+        """What only time brings: ingresses that do not listen any more, groups to keep free, room that came unseen. To
+        be called a few times a second."""
+        self._advance(now)
+        for waiter in self._news.lapse(now):
+            self._dispatch.drop(waiter, now)
+        self._dispatch.sweep(now)
+
     # -- looking at it ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that stand in a line."""
+        return len(self._dispatch.waiting)
 
     def groups(self, now: float) -> tuple[GroupState, ...]:
         """All groups, whatever their standing."""
-        self._sweep(now)
-        return tuple(group.state(now, self._standing(group, now)) for group in self._view.groups.values())
+        self._advance(now)
+        return tuple(group.state(now, self._view.standing(group, now)) for group in self._view.groups.values())
+
+    def session(self, namespaces: Iterable[bytes], now: float) -> tuple[SessionCopy, ...]:
+        """What groups have reported to have cached under `namespaces`."""
+        self._advance(now)
+        copies = []
+        for namespace in namespaces:
+            for name, group in self._view.groups.items():
+                blocks, seconds = group.chains.cached(namespace, now)
+                if blocks:
+                    copies.append(SessionCopy(name, blocks, blocks * group.card.block_size, seconds))
+        return tuple(copies)
 
     def status(self, now: float) -> dict[str, object]:
         """Everything for people and programs, as plain JSON values."""
-        states = self.groups(now)
-        stages = Counter(e.stage.value for g in self._view.groups.values() for e in g.ledger.open.values())
-        return {
-            "protocol": PROTOCOL,
-            "groups": [_plain(state) for state in states],
-            "models": {model: self._model_status(model, now) for model in self._view.serving},
-            "grants": {stage.value: stages[stage.value] for stage in Stage} | {"given": self._granted},
-            "refused": dict(self._refused),
-        }
+        self._advance(now)
+        return status_of(self._view, self._dispatch, len(self._news), now)
 
-    def _model_status(self, model: str, now: float) -> dict[str, object]:
-        groups = self._view.serving[model].values()
-        return {
-            "groups": len(groups),
-            "up": sum(self._standing(group, now) is Standing.UP for group in groups),
-            "expected_output_share": round(self._experience[model].share, 4),
-            "drained_tokens_per_s": round(self._experience[model].rate(now), 1),
-        }
+    def check(self) -> None:
+        """Recount everything from scratch; AssertionError where something does not add up."""
+        self._dispatch.check()
+        for group in self._view.groups.values():
+            group.ledger.check()
 
     # -- one ask ------------------------------------------------------------------------------------------------------
 
-    def _place(self, ask: Ask, now: float) -> Grant | Refusal:
+    def _place(self, ingress: str, ask: Ask, now: float) -> Grant | Ticket | Refusal:
+        waiter = self._dispatch.waiting.get(ask.request)
+        if waiter is not None:
+            if ask.attempt == waiter.ask.attempt:
+                return self._dispatch.ticket(waiter, now)
+            if ask.attempt < waiter.ask.attempt:
+                return self._dispatch.refuse(_stale(ask))
+            self._dispatch.drop(waiter, now)
         latest = self._view.latest.get(ask.request)
         if latest is not None:
             attempt, grant = latest
@@ -146,81 +200,48 @@ class Coordinator:
             if ask.attempt == attempt and entry is not None and entry.stage is not Stage.VOID:
                 return _again(entry, now)
             if ask.attempt <= attempt:
-                return self._refuse(_stale(ask))
+                return self._dispatch.refuse(_stale(ask))
             self._view.void(grant, withdrawn=True)
-        experience = self._experience.get(ask.model) or Experience()
-        output = experience.expect(ask.max_tokens)
-        found = place(self._view.serving.get(ask.model, {}).values(), ask, output, self._bounds, now)
-        if isinstance(found, Full):
-            return self._refuse(refuse_full(ask, experience.wait_for(found.tokens, now)))
-        if isinstance(found, Refusal):
-            return self._refuse(found)
-        return self._grant(found, ask, blocks_for(found, ask, output), now)
+        return self._dispatch.place(ingress, ask, now)
 
-    def _grant(self, group: GroupView, ask: Ask, blocks: int, now: float) -> Grant:
-        self._granted += 1
-        card = group.card
-        name = f"{card.group}/{group.epoch}/{self._granted}"
-        grant = Grant(name, ask.request, ask.attempt, card.group, group.epoch, card.address, blocks, self._grant_s)
-        self._view.open(group, OpenGrant(grant, ask, now + self._grant_s))
-        return grant
+    def _as_it_stands(self, answer: Answer, now: float) -> Answer:
+        """An answer that is told late, or again: a grant may have less time left, or have turned void."""
+        if isinstance(answer, Refusal):
+            return answer
+        entry = self._view.entry(answer.id)
+        if entry is not None and entry.stage is not Stage.VOID:
+            return _again(entry, now)
+        return Refusal(answer.request, answer.attempt, REFUSED_STALE, "The grant has ended before it was taken.")
 
-    def _refuse(self, refusal: Refusal) -> Refusal:
-        self._refused[refusal.code] += 1
-        return refusal
+    def _learn(self, ask: Ask, output_tokens: int) -> None:
+        if not ask.replay:
+            experience = self._dispatch.model(ask.model).experience
+            experience.learn(ask.share.tenant, output_tokens, ask.max_tokens)
 
     def _drained(self, group: GroupView, entry: OpenGrant, now: float) -> None:
-        self._experience[entry.ask.model].drain(entry.grant.blocks * group.card.block_size, now)
+        drain = self._dispatch.model(entry.ask.model).drain
+        drain.add(entry.grant.blocks * group.card.block_size, now)
 
-    # -- time ---------------------------------------------------------------------------------------------------------
+    def _climb(self, group: GroupView, report: GroupReport, now: float) -> None:
+        total = max(1, report.pool.total)
+        full = any(self._dispatch.is_full(model) for model in group.card.models)
+        # What batch work was overbooked with is solved by preempting it, not by shrinking.
+        growth = (report.committed - group.ledger.overbooked) / total
+        group.ladder.update(Signals(report.pool.held / total, growth, full), now)
 
     def _advance(self, now: float) -> None:
-        self._view.advance(now)
-        if now - self._swept_at >= SWEEP_S:
-            self._sweep(now)
-
-    def _sweep(self, now: float) -> None:
-        self._swept_at = now
-        silent = [name for name, group in self._view.groups.items() if now - group.reported_at > self._drop_s]
-        for name in silent:
-            self._view.drop(name, now)
-
-    def _standing(self, group: GroupView, now: float) -> Standing:
-        return group.standing(now, self._bounds.lapse_s, self._bounds.stall_s)
+        if self._view.advance(now):
+            self._dispatch.give_up_lost(now)
+        self._dispatch.expire(now)
 
 
 def _again(entry: OpenGrant, now: float) -> Grant:
     """The grant as it stands now, for an ask that came twice."""
     old = entry.grant
-    left = max(0.0, entry.expires_at - now)
+    left = min(old.expires_s, max(0.0, entry.expires_at - now))
     return Grant(old.id, old.request, old.attempt, old.group, old.epoch, old.address, old.blocks, left)
 
 
 def _stale(ask: Ask) -> Refusal:
     message = f"Attempt {ask.attempt} of this request has ended or was replaced; ask with a new attempt."
     return Refusal(ask.request, ask.attempt, REFUSED_STALE, message)
-
-
-def _plain(state: GroupState) -> dict[str, object]:
-    card, pool = state.card, state.pool
-    return {
-        "group": card.group,
-        "epoch": state.epoch,
-        "state": state.standing.value,
-        "models": list(card.models),
-        "revision": card.revision,
-        "load": round(state.load, 4),
-        "committed": state.committed,
-        "grants": state.grants,
-        "running": state.running,
-        "waiting": state.waiting,
-        "sessions": state.sessions,
-        "reported_s": round(state.reported_s, 3),
-        "progressed_s": round(state.progressed_s, 3),
-        "max_num_seqs": card.max_num_seqs,
-        "max_model_len": card.max_model_len,
-        "blocks": card.blocks,
-        "block_size": card.block_size,
-        "pool": {name: getattr(pool, name) for name in ("total", "free", "held", "idle", "dirty")} if pool else None,
-        "ranks": [{name: getattr(rank, name) for name in rank.__slots__} for rank in card.ranks],
-    }

@@ -11,6 +11,7 @@ from enum import Enum
 
 from cluster.coordination.grants import Ask, Grant
 from workers.plan import GroupReport
+from workers.sequence import Priority
 
 
 class Stage(Enum):
@@ -24,7 +25,8 @@ class Stage(Enum):
 @dataclass(slots=True, eq=False)
 class OpenGrant:
     """`seen`: the group has told that it took the grant. `withdrawn`: its owner wants no more of it, so that it stays
-    void even while its request still runs; an expired one that turns out to run is a good grant again."""
+    void even while its request still runs; an expired one that turns out to run is a good grant again. `over` are the
+    blocks that it was given though they were committed to batch work, which must make way for it."""
 
     grant: Grant
     ask: Ask
@@ -32,37 +34,68 @@ class OpenGrant:
     stage: Stage = Stage.ISSUED
     seen: bool = False
     withdrawn: bool = False
+    over: int = 0
+
+    @property
+    def is_batch(self) -> bool:
+        return self.ask.priority is Priority.BATCH
 
 
 class Ledger:
-    """`blocks` and the number of grants are what was given; the corrections are what the group's last report says
-    beyond that: growth past the expected output, requests of an earlier coordinator's life (both positive), or blocks
-    that several sequences share (negative)."""
+    """What the group has told is its forecast: the most blocks that its live requests will hold at one time, which is
+    less than the sum of their grants where they share blocks or peak at different times, and more where they outgrew
+    their grants or belong to an earlier coordinator's life. Grants that no report has shown yet come on top.
+    `batch` counts open grants of batch work."""
 
     def __init__(self) -> None:
         self.open: dict[str, OpenGrant] = {}
         self.void: dict[str, None] = {}
         self.fresh_tokens = 0
+        self.batch = 0
+        self._batch_blocks = 0
+        self._batch_seen_blocks = 0
+        self._over = 0
         self._blocks = 0
-        self._block_correction = 0
-        self._slot_correction = 0
+        self._seen_blocks = 0
+        self._seen = 0
+        self._forecast = 0
+        self._forecast_blocks = 0
+        self._strangers = 0
 
     @property
     def committed(self) -> int:
         """Blocks."""
-        return max(0, self._blocks + self._block_correction)
+        return self._blocks - self._seen_blocks + self._expected()
+
+    @property
+    def committed_ahead(self) -> int:
+        """Blocks, less those of batch work, which makes way for interactive work."""
+        unseen = self._blocks - self._seen_blocks - (self._batch_blocks - self._batch_seen_blocks)
+        expected = self._expected()
+        if self._seen_blocks:
+            expected -= min(self._batch_seen_blocks, expected * self._batch_seen_blocks // self._seen_blocks)
+        return unseen + expected
+
+    @property
+    def overbooked(self) -> int:
+        """Blocks that were given to interactive work on top of batch work that has not ended."""
+        return min(self._over, self._batch_blocks)
 
     @property
     def slots(self) -> int:
         """Sequences, running, waiting and granted."""
-        return len(self.open) + self._slot_correction
+        return len(self.open) + self._strangers
 
     def add(self, entry: OpenGrant) -> None:
         """A new grant. `fresh_tokens` counts prompts of grants that no report has shown yet."""
         assert entry.grant.id not in self.open, f"grant {entry.grant.id} given twice"
         self.open[entry.grant.id] = entry
         self._blocks += entry.grant.blocks
+        self._over += entry.over
         self.fresh_tokens += entry.ask.prompt_tokens
+        if entry.is_batch:
+            self.batch += 1
+            self._batch_blocks += entry.grant.blocks
 
     def close(self, grant: str) -> OpenGrant | None:
         """The grant has ended and given back what it held; None when it was closed before."""
@@ -70,12 +103,16 @@ class Ledger:
         if entry is None:
             return None
         self.void.pop(grant, None)
-        self._blocks -= entry.grant.blocks
-        if not entry.seen:
+        blocks = entry.grant.blocks
+        self._blocks -= blocks
+        self._over -= entry.over
+        if entry.is_batch:
+            self.batch -= 1
+            self._batch_blocks -= blocks
+        if entry.seen:
+            self._count_seen(entry, -1)
+        else:
             self.fresh_tokens -= entry.ask.prompt_tokens
-        elif self._block_correction < 0:
-            # Its share of shared blocks may still be held by others: believe so until the group's next report.
-            self._block_correction = min(0, self._block_correction + entry.grant.blocks)
         return entry
 
     def cancel(self, grant: str, *, withdrawn: bool) -> None:
@@ -97,22 +134,48 @@ class Ledger:
                 self._revive(grant)
             ended += [grant for grant, entry in self.open.items() if entry.seen and grant not in live]
         closed = [entry for entry in map(self.close, dict.fromkeys(ended)) if entry is not None]
-        blocks = count = 0
-        for entry in self.open.values():
-            if entry.seen:
-                blocks += entry.grant.blocks
-                count += 1
-        self._block_correction = report.committed - blocks
-        self._slot_correction = max(0, report.running + report.waiting - count)
+        self._forecast, self._forecast_blocks = report.committed, self._seen_blocks
+        self._strangers = max(0, report.running + report.waiting - self._seen)
         return closed
+
+    def check(self) -> None:
+        """Recompute every sum from scratch."""
+        entries = self.open.values()
+        seen = [entry for entry in entries if entry.seen]
+        assert self._blocks == sum(entry.grant.blocks for entry in entries)
+        assert (self._seen, self._seen_blocks) == (len(seen), sum(entry.grant.blocks for entry in seen))
+        batch = [entry for entry in entries if entry.is_batch]
+        assert (self.batch, self._batch_blocks) == (len(batch), sum(entry.grant.blocks for entry in batch))
+        assert self._batch_seen_blocks == sum(entry.grant.blocks for entry in batch if entry.seen)
+        assert self._over == sum(entry.over for entry in entries) and self.committed_ahead >= 0
+        assert self.fresh_tokens == sum(entry.ask.prompt_tokens for entry in entries if not entry.seen)
+        assert set(self.void) == {name for name, entry in self.open.items() if entry.stage is Stage.VOID}
+        assert self.committed >= 0 and self.slots >= 0
+
+    def _expected(self) -> int:
+        """The last report's forecast, less what has ended since: its part of a forecast below the sum of grants, but
+        what is left of them peaks at no less than their mean."""
+        told, before, left = self._forecast, self._forecast_blocks, self._seen_blocks
+        if told >= before:
+            return left + told - before
+        if not left:
+            return 0
+        return max(-(-told * left // before), -(-left // self._seen))
 
     def _see(self, grant: str) -> None:
         entry = self.open.get(grant)
         if entry is not None and not entry.seen:
             entry.seen = True
+            self._count_seen(entry, 1)
             self.fresh_tokens -= entry.ask.prompt_tokens
             if entry.stage is Stage.ISSUED:
                 entry.stage = Stage.ACCEPTED
+
+    def _count_seen(self, entry: OpenGrant, one: int) -> None:
+        self._seen += one
+        self._seen_blocks += one * entry.grant.blocks
+        if entry.is_batch:
+            self._batch_seen_blocks += one * entry.grant.blocks
 
     def _revive(self, grant: str) -> None:
         self._see(grant)

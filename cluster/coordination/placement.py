@@ -1,103 +1,121 @@
-"""Which group an ask goes to: one that can ever hold it, is up, has room, and is the least committed.
-
-Pure functions over a view; nothing here changes it. What an ask costs is said here too.
+"""Which group an ask goes to: one that served something alike, if that is worth more than its load; else the least
+loaded. Looks at a bounded number of groups, however many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Iterator
 
-from cluster.coordination.grants import REFUSED_FULL, REFUSED_NEVER_FITS, REFUSED_NO_GROUP, Ask, Refusal
-from cluster.coordination.view import GroupView
-
-_load = attrgetter("load")
+from cluster.coordination.admission import blocks_for, can_hold, has_room, needed_tokens
+from cluster.coordination.affinity import Affinity
+from cluster.coordination.grants import REFUSED_NEVER_FITS, REFUSED_NO_GROUP, Ask, Refusal
+from cluster.coordination.groupview import GroupView
+from cluster.coordination.terms import Bounds
+from cluster.coordination.view import View
+from cluster.coordination.waiter import Waiter
 
 REJOIN_S = 1.0
 """What a client is told to wait when no group is up."""
+MOST_KEYS = 8
+"""Of an ask's likenesses, so many are looked at."""
+MOST_WORTH = 0.5
+"""The share of a group's load that likeness makes up for at most, however long the prompt."""
+LEAST_WORTH = 0.05
+"""The same for a short prompt: a small difference of load is no reason to leave one's cache."""
+WEAKER = 0.5
+"""What each further likeness is worth, as a share of the one before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """A group without a report for `lapse_s`, or without progress on its work for `stall_s`, gets nothing new. A full
-    one still gets up to `queue_requests` requests beyond its slots and `queue_tokens` tokens beyond its pool, which
-    wait in its engine."""
+class Placement:
+    """Reads `view`; remembers where what was served."""
 
-    lapse_s: float = 5.0
-    stall_s: float = 30.0
-    queue_requests: int = 256
-    queue_tokens: int = 524_288
+    def __init__(self, view: View, bounds: Bounds) -> None:
+        self.affinity = Affinity(bounds.affinity_s, bounds.affinity_keys)
+        self._view = view
 
-    def usable(self, group: GroupView, now: float) -> bool:
-        """Whether new work may go there."""
-        silent, stuck = now - group.reported_at > self.lapse_s, now - group.progressed_at > self.stall_s
-        return not (group.leaving or silent or stuck)
-
-
-@dataclass(frozen=True, slots=True)
-class Full:
-    """No room anywhere: about `tokens` must drain first."""
-
-    tokens: int
-
-
-def blocks_for(group: GroupView, ask: Ask, output: int) -> int:
-    """Blocks that the prompt and `output` expected tokens take, never more than the pool has."""
-    size = group.card.block_size
-    return min(group.card.blocks, -(-(ask.prompt_tokens + output) // size))
-
-
-def excess(group: GroupView, blocks: int, bounds: Bounds) -> int:
-    """Tokens by which `blocks` and one slot more would overrun the group's queue; 0 when there is room."""
-    card, ledger = group.card, group.ledger
-    over = (ledger.committed + blocks - card.blocks) * card.block_size - bounds.queue_tokens
-    if ledger.slots + 1 - card.max_num_seqs > bounds.queue_requests:
-        over = max(over, blocks * card.block_size)
-    return max(0, over)
-
-
-def place(
-    groups: Collection[GroupView], ask: Ask, output: int, bounds: Bounds, now: float
-) -> GroupView | Full | Refusal:
-    """The group for `ask`, or why there is none. O(groups); ties go to the first of `groups`."""
-    need = ask.prompt_tokens + ask.max_tokens
-    able = [group for group in groups if need <= group.longest]
-    up = [group for group in able if bounds.usable(group, now)]
-    if ask.avoid:
-        up = [group for group in up if group.incarnation not in ask.avoid]
-    if not up:
-        return _never_fits(groups, ask) if groups and not able else _no_group(ask)
-    best = min(up, key=_load)
-    if ask.replay or not excess(best, blocks_for(best, ask, output), bounds):
+    def find(self, model: str, ask: Ask, output: int, now: float, waiter: Waiter | None = None) -> GroupView | None:
+        """The group with room that `ask` should go to now. `model` is the name that its groups are listed under."""
+        best: GroupView | None = None
+        lowest = (0.0, 0)
+        for group, tokens in self._candidates(model, ask, now):
+            blocks = blocks_for(group, ask, output)
+            if not can_hold(group, ask) or not has_room(group, ask, blocks, now, waiter):
+                continue
+            score = (group.load_with(blocks, ask.prompt_tokens, now) - _worth(group, tokens), group.number)
+            if best is None or score < lowest:
+                best, lowest = group, score
         return best
-    return _with_room(up, ask, output, bounds)
+
+    def reservable(self, model: str, ask: Ask) -> GroupView | None:
+        """The group that has least to finish before it can be kept free for `ask`."""
+        groups = [
+            group
+            for group in self._view.roster.heads(model, needed_tokens(ask), ask.avoid)
+            if group.reserved is None and not group.alone
+        ]
+        return min(groups, key=lambda group: (group.load, group.number), default=None)
+
+    def obstacle(self, model: str, ask: Ask) -> Refusal | None:
+        """Why waiting would not help: it never fits, or no group that can hold it is up."""
+        largest = self._view.largest(model)
+        if largest is not None and needed_tokens(ask) > largest.longest:
+            return _never_fits(largest, ask)
+        if next(self._view.roster.heads(model, needed_tokens(ask), ask.avoid), None) is not None:
+            return None
+        groups = self._view.serving.get(model, {}).values()
+        if any(group.listed and can_hold(group, ask) for group in groups):
+            return None
+        return no_group(ask)
+
+    def is_lost(self, model: str, ask: Ask) -> bool:
+        """Whether no known group, up or not, could ever run it."""
+        return not any(can_hold(group, ask) for group in self._view.serving.get(model, {}).values())
+
+    def _candidates(self, model: str, ask: Ask, now: float) -> Iterator[tuple[GroupView, float]]:
+        """Groups, and how many prompt tokens are probably cached there."""
+        share = 1.0
+        for key in ask.affinity[:MOST_KEYS]:
+            group = self._alike(model, key, now)
+            if group is not None:
+                yield group, _cached(group, ask, share, now)
+            share *= WEAKER
+        for group in self._view.roster.heads(model, needed_tokens(ask), ask.avoid):
+            yield group, 0.0
+
+    def _alike(self, model: str, key: bytes, now: float) -> GroupView | None:
+        found = self.affinity.group(key, now)
+        if found is None:
+            return None
+        group = self._view.groups.get(found[0])
+        if group is None or group.incarnation != found:
+            self.affinity.forget(key)
+            return None
+        return group if group.listed and group.card.group in self._view.serving.get(model, {}) else None
 
 
-def _with_room(up: list[GroupView], ask: Ask, output: int, bounds: Bounds) -> GroupView | Full:
-    """The least loaded is full: groups differ, so another may still have room."""
-    over = [(excess(group, blocks_for(group, ask, output), bounds), group) for group in up]
-    room = [group for tokens, group in over if not tokens]
-    return min(room, key=_load) if room else Full(min(tokens for tokens, _ in over))
+def _cached(group: GroupView, ask: Ask, share: float, now: float) -> float:
+    """What the group has told of this namespace, else a guess: `share` of the prompt."""
+    blocks, _ = group.chains.cached(ask.namespace, now)
+    guess = share * ask.prompt_tokens
+    return min(guess, blocks * group.card.block_size) if blocks and share == 1.0 else guess
 
 
-def refuse_full(ask: Ask, retry_after: float) -> Refusal:
-    """Every group's queue is full."""
-    message = f"Every group of model {ask.model!r} is full; try again in {retry_after:.0f} s."
-    return Refusal(ask.request, ask.attempt, REFUSED_FULL, message, retry_after)
+def _worth(group: GroupView, tokens: float) -> float:
+    """Prefill of `tokens` saved, as a share of what the group may have ahead of it."""
+    return min(MOST_WORTH, LEAST_WORTH + tokens / group.backlog_limit) if tokens else 0.0
 
 
-def _never_fits(groups: Collection[GroupView], ask: Ask) -> Refusal:
-    largest = max(groups, key=lambda group: group.longest)
+def _never_fits(largest: GroupView, ask: Ask) -> Refusal:
     card = largest.card
     message = (
-        f"{ask.prompt_tokens} prompt tokens and max_tokens {ask.max_tokens} need "
-        f"{ask.prompt_tokens + ask.max_tokens} tokens; the largest group holds {largest.longest} "
-        f"(context {card.max_model_len}, pool {card.blocks} blocks of {card.block_size})."
+        f"{ask.prompt_tokens} prompt tokens and max_tokens {ask.max_tokens} need {needed_tokens(ask)} tokens; the "
+        f"largest group holds {largest.longest} (context {card.max_model_len}, pool {card.blocks} blocks of "
+        f"{card.block_size})."
     )
     return Refusal(ask.request, ask.attempt, REFUSED_NEVER_FITS, message)
 
 
-def _no_group(ask: Ask) -> Refusal:
+def no_group(ask: Ask) -> Refusal:
+    """Nobody can run it now."""
     message = f"No group of model {ask.model!r} that can hold the request is up."
     return Refusal(ask.request, ask.attempt, REFUSED_NO_GROUP, message, REJOIN_S)

@@ -14,7 +14,8 @@ class Bounds:
     within `grant_s` is void. `slots_ahead` is the share of a group's slots (at least one) for which it gets requests
     before their slot is free, so that no slot waits for a round trip; `backlog_steps` how many full steps of prefill
     may be granted ahead; `watermark` the share of blocks that stays ungranted while something runs. `forget_s`: how
-    long an ended request's latest attempt is remembered."""
+    long an ended request's latest attempt is remembered. `affinity_s` and `affinity_keys`: how long, and how many,
+    likenesses of requests are remembered with the group that served them."""
 
     lapse_s: float = 5.0
     stall_s: float = 30.0
@@ -24,6 +25,8 @@ class Bounds:
     slots_ahead: float = 0.125
     backlog_steps: int = 8
     watermark: float = 0.02
+    affinity_s: float = 300.0
+    affinity_keys: int = 262_144
 
 
 @dataclass(frozen=True, slots=True)

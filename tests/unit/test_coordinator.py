@@ -2,65 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from cluster.coordination.cards import GroupCard, Standing
+from cluster.coordination.cards import Standing
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.experience import Experience
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
-from cluster.coordination.placement import Bounds
-from kvstore.store import PoolReport
-from workers.plan import Finish, GroupReport
-
-
-def card(name: str = "a", **changes: object) -> GroupCard:
-    plain = GroupCard(
-        name,
-        ("m",),
-        f"at-{name}",
-        blocks=10,
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def ask(request: str = "r", attempt: int = 0, prompt: int = 16, most: int = 16, **changes: object) -> Ask:
-    return replace(Ask(request, attempt, "m", b"n", prompt, most), **changes)  # type: ignore[arg-type]
-
-
-def report(epoch: int = 1, sequence: int = 1, group: str = "a", **changes: object) -> GroupReport:
-    plain = GroupReport(group, epoch, sequence, sequence, PoolReport(10, 10, 0, 0, 0, 16), 0, 0, 0, 0, live=())
-    return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def placed(coordinator: Coordinator, one: Ask, now: float = 0.0) -> Grant:
-    (answer,) = coordinator.place([one], now)
-    assert isinstance(answer, Grant), answer
-    return answer
-
-
-def refused(coordinator: Coordinator, one: Ask, now: float = 0.0) -> Refusal:
-    (answer,) = coordinator.place([one], now)
-    assert isinstance(answer, Refusal), answer
-    return answer
-
-
-def committed(coordinator: Coordinator, now: float = 0.0) -> int:
-    return sum(state.committed for state in coordinator.groups(now))
-
-
-def outcome(grant: Grant, finish: Finish = Finish.LENGTH, output: int = 16) -> Outcome:
-    return Outcome(grant.id, finish, 16, 0, output)
+from cluster.coordination.grants import Grant
+from tests.coordination import ask, card, committed, outcome, placed, refused, report, running, terms
+from workers.plan import Finish
 
 
 @pytest.fixture
 def coordinator() -> Coordinator:
-    made = Coordinator(bounds=Bounds(queue_requests=2, queue_tokens=64))
+    made = Coordinator(terms())
     made.join(card(), 0.0)
     return made
 
@@ -96,10 +49,10 @@ def test_a_newer_attempt_makes_the_older_grant_void(coordinator: Coordinator) ->
 
 
 def test_a_batch_is_answered_in_order_and_goes_to_the_least_committed_group() -> None:
-    coordinator = Coordinator()
+    coordinator = Coordinator(terms())
     coordinator.join(card("a"), 0.0)
     coordinator.join(card("b", blocks=20, max_num_seqs=8), 0.0)
-    answers = coordinator.place([ask(str(n)) for n in range(6)], 0.0)
+    answers = coordinator.place("i", [ask(str(n)) for n in range(6)], 0.0)
     assert [answer.request for answer in answers] == [str(n) for n in range(6)]
     groups = [answer.group for answer in answers if isinstance(answer, Grant)]
     assert groups.count("b") == 4 and groups.count("a") == 2, groups
@@ -188,24 +141,6 @@ def test_an_older_report_counts_for_nothing(coordinator: Coordinator) -> None:
     assert committed(coordinator, 1.1) == 2
 
 
-def test_a_full_group_takes_a_bounded_queue_and_then_refuses_with_the_measured_wait(coordinator: Coordinator) -> None:
-    grants = [placed(coordinator, ask(str(n))) for n in range(6)]
-    refusal = refused(coordinator, ask("6"))
-    assert (refusal.code, refusal.retry_after) == ("cluster_full", 5.0), "nothing has drained yet"
-    coordinator.settle([outcome(grant) for grant in grants[:2]], 1.0)
-    assert placed(coordinator, ask("6"), 1.0) and placed(coordinator, ask("7"), 1.0)
-    later = refused(coordinator, ask("8"), 1.0)
-    assert later.retry_after is not None and later.retry_after == pytest.approx(32 / 6.4, rel=0.01)
-
-
-def test_the_queue_is_bounded_in_tokens_too() -> None:
-    coordinator = Coordinator(bounds=Bounds(queue_requests=100, queue_tokens=64))
-    coordinator.join(card(max_num_seqs=100), 0.0)
-    assert len([placed(coordinator, ask(str(n))) for n in range(7)]) == 7
-    assert refused(coordinator, ask("7")).code == "cluster_full"
-    assert placed(coordinator, ask("7", replay=True)), "a replay is exempt"
-
-
 def test_what_can_never_fit_is_refused_with_the_numbers(coordinator: Coordinator) -> None:
     refusal = refused(coordinator, ask(prompt=100, most=100))
     assert (refusal.code, refusal.retry_after) == ("never_fits", None)
@@ -258,7 +193,7 @@ def test_a_rebuilt_group_gets_the_next_epoch_and_its_old_grants_end(coordinator:
 
 
 def test_after_a_restart_epochs_continue_above_the_highest_reported() -> None:
-    coordinator = Coordinator()
+    coordinator = Coordinator(terms())
     reply = coordinator.report(report(epoch=7), 0.0)
     assert (reply.known, reply.epoch) == (False, 0), "join again"
     assert coordinator.join(card(), 0.1) == 8
@@ -285,28 +220,6 @@ def test_incarnations_that_a_request_saw_die_are_avoided_even_if_there_is_no_oth
     assert placed(coordinator, shunning, 1.0).epoch == 2
 
 
-def test_expected_output_is_learned_and_capped() -> None:
-    experience = Experience(weight=0.25)
-    assert experience.expect(100) == 100, "cautious before anything is known"
-    for _ in range(60):
-        experience.learn(10, 100)
-    assert 10 <= experience.expect(100) <= 12
-    assert experience.expect(1) == 1
-    for _ in range(60):
-        experience.learn(100, 100)
-    assert experience.expect(100) >= 99
-
-
-def test_the_wait_follows_the_drain_rate_within_bounds() -> None:
-    experience = Experience(window_s=10.0)
-    for second in range(100):
-        experience.drain(500, float(second))
-    assert experience.rate(99.0) == pytest.approx(500, rel=0.06)
-    assert experience.wait_for(5000, 99.0) == pytest.approx(10, rel=0.06)
-    assert experience.wait_for(1, 99.0) == 1.0
-    assert experience.wait_for(10**9, 99.0) == 60.0
-
-
 def test_cached_sessions_are_seen_until_they_expire(coordinator: Coordinator) -> None:
     coordinator.report(report(sessions=((b"x", 4, 10.0), (b"y", 2, 100.0))), 0.0)
     assert coordinator.groups(0.0)[0].sessions == 2
@@ -323,11 +236,35 @@ def test_a_card_of_another_protocol_or_without_room_is_refused(coordinator: Coor
         coordinator.join(card("b", blocks=0), 0.0)
 
 
-def test_status_is_plain_json(coordinator: Coordinator) -> None:
-    import json
+def test_a_late_or_repeated_report_moves_no_level_and_gives_nothing_twice(coordinator: Coordinator) -> None:
+    grant = placed(coordinator, ask())
+    coordinator.report(running([grant], 2), 1.0)
+    for late in (running([grant], 2, committed=99), running([grant], 1, committed=99)):
+        coordinator.report(late, 5.0)
+    assert committed(coordinator, 5.0) == 2
 
-    placed(coordinator, ask(), 0.0)
-    coordinator.report(report(), 1.0)
-    status = json.loads(json.dumps(coordinator.status(1.0)))
-    assert status["grants"] == {"issued": 1, "accepted": 0, "void": 0, "given": 1}
-    assert status["groups"][0]["state"] == "up" and status["groups"][0]["pool"]["total"] == 10
+
+def test_a_share_of_a_forecast_below_the_sum_of_grants_goes_with_each_that_ends(coordinator: Coordinator) -> None:
+    grants = [placed(coordinator, ask(str(number), prompt=16)) for number in range(4)]
+    coordinator.report(running(grants, committed=4), 1.0)
+    coordinator.settle([outcome(grants[0])], 1.1)
+    assert committed(coordinator, 1.1) == 3
+    coordinator.settle([outcome(grant) for grant in grants[1:3]], 1.2)
+    assert committed(coordinator, 1.2) == 2, "never less than what one of those left will hold"
+    coordinator.settle([outcome(grants[3])], 1.3)
+    assert committed(coordinator, 1.3) == 0
+
+
+def test_grants_that_no_report_has_shown_come_on_top_of_the_forecast(coordinator: Coordinator) -> None:
+    grants = [placed(coordinator, ask(str(number))) for number in range(2)]
+    coordinator.report(running(grants, committed=3), 1.0)
+    placed(coordinator, ask("2"), 1.1)
+    assert committed(coordinator, 1.1) == 5
+
+
+def test_prefilling_a_cache_needs_no_output_and_teaches_nothing(coordinator: Coordinator) -> None:
+    for number in range(20):
+        grant = placed(coordinator, ask(str(number), most=0))
+        assert grant.blocks == 2
+        coordinator.settle([outcome(grant, output=0)], 0.0)
+    assert placed(coordinator, ask("last", most=100)).blocks == 8

@@ -1,0 +1,75 @@
+"""Whether a group has room for an ask: blocks, a sequence slot, prefill backlog. Pure functions; nothing is changed."""
+
+from __future__ import annotations
+
+from cluster.coordination.grants import Ask
+from cluster.coordination.groupview import GroupView
+from cluster.coordination.waiter import Waiter
+from workers.sequence import Priority
+
+
+def needed_tokens(ask: Ask) -> int:
+    """Tokens of the sequence if it generates all it may."""
+    return ask.prompt_tokens + ask.max_tokens
+
+
+def blocks_for(group: GroupView, ask: Ask, output: int) -> int:
+    """Blocks that the prompt and `output` expected tokens take, never more than the pool has."""
+    size = group.card.block_size
+    return min(group.card.blocks, -(-(ask.prompt_tokens + output) // size))
+
+
+def can_hold(group: GroupView, ask: Ask) -> bool:
+    """Whether it could ever run there."""
+    return needed_tokens(ask) <= group.longest and group.incarnation not in ask.avoid
+
+
+def preempts(group: GroupView, ask: Ask) -> bool:
+    """Whether something runs there that makes way for it: its engine preempts batch work for interactive work."""
+    return bool(group.ledger.batch) and ask.priority is Priority.INTERACTIVE
+
+
+def has_room(group: GroupView, ask: Ask, blocks: int, now: float, waiter: Waiter | None = None) -> bool:
+    """Whether it may go there now. With nothing else live (or only what makes way for it) it may have the whole group:
+    watermark and levels waived. `waiter` is its place in the line, if it has one: a group may be kept free for it."""
+    if group.alone or not _may_have(group, ask, waiter):
+        return False
+    ledger = group.ledger
+    if not ledger.slots:
+        return True
+    if ask.alone or (group.ladder.shrinks and not ask.replay):
+        return False
+    if preempts(group, ask):
+        slots, committed, steps = ledger.slots - ledger.batch, ledger.committed_ahead, 2
+        if not slots:
+            return True
+    else:
+        slots, committed, steps = ledger.slots, ledger.committed, 1
+    if slots >= group.slot_limit or committed + blocks > group.block_limit:
+        return False
+    backlog = group.backlog(now)
+    return not backlog or backlog + ask.prompt_tokens <= steps * group.backlog_limit
+
+
+def overbooked(group: GroupView, ask: Ask, blocks: int) -> int:
+    """Of the `blocks` that it is given there, those that are committed to batch work."""
+    if not preempts(group, ask):
+        return 0
+    return min(blocks, max(0, group.ledger.committed + blocks - group.block_limit))
+
+
+def _may_have(group: GroupView, ask: Ask, waiter: Waiter | None) -> bool:
+    """A group that is kept free is so against its like: a better class goes first all the same."""
+    reserved = group.reserved
+    band = waiter.band if waiter else ask.priority
+    return reserved is None or reserved is waiter or band < reserved.band
+
+
+def is_open(group: GroupView, best: Priority) -> bool:
+    """Whether anything at all of class `best` or below could have room there: worth looking at a line for."""
+    ledger = group.ledger
+    if group.alone:
+        return False
+    if best is Priority.INTERACTIVE and ledger.batch:
+        return ledger.slots - ledger.batch < group.slot_limit and ledger.committed_ahead < group.block_limit
+    return not ledger.slots or (ledger.slots < group.slot_limit and ledger.committed < group.block_limit)

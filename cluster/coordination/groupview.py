@@ -1,0 +1,155 @@
+"""One incarnation of a group as the coordinator sees it: its card, its grants, its last report, its load and level.
+
+The group is the truth, this is a view of it. Decides nothing and knows no clock.
+"""
+
+from __future__ import annotations
+
+from cluster.coordination.cards import GroupCard, GroupState, Standing
+from cluster.coordination.chains import Chains
+from cluster.coordination.grants import Incarnation
+from cluster.coordination.ladder import Ladder
+from cluster.coordination.ledger import Ledger, OpenGrant
+from cluster.coordination.terms import CoordinatorTerms
+from cluster.coordination.waiter import Waiter
+from workers.plan import GroupReport, Limits
+
+_CLOSED = 1000.0
+"""What a group that gets nothing ranks behind those that do."""
+_LEAST_S = 0.1
+"""Between two reports that tell a speed."""
+
+
+class GroupView:
+    """`load` is its fullest resource as a share: blocks, slots, prefill backlog; `rank` orders groups for new work.
+    `reserved` is who it is kept free for, `alone` the grant that nothing else may run beside. `place`
+    is its own in the roster, None while it may get nothing; `watch_at` belongs to the view."""
+
+    def __init__(self, card: GroupCard, epoch: int, number: int, now: float, terms: CoordinatorTerms) -> None:
+        bounds = terms.bounds
+        self.card = card
+        self.epoch = epoch
+        self.number = number
+        self.incarnation: Incarnation = (card.group, epoch)
+        self.ledger = Ledger()
+        self.chains = Chains()
+        self.ladder = Ladder(terms.ladder, now)
+        self.report: GroupReport | None = None
+        self.reported_at = now
+        self.progressed_at = now
+        self.leaving = False
+        self.longest = card.longest
+        self.slot_limit = card.max_num_seqs + max(1, int(bounds.slots_ahead * card.max_num_seqs))
+        self.block_limit = int(card.blocks * (1 - bounds.watermark))
+        self.backlog_limit = bounds.backlog_steps * card.max_num_batched_tokens
+        self.load = 0.0
+        self.rank = 0.0
+        self.reserved: Waiter | None = None
+        self.alone = ""
+        self.place: tuple[float, int] | None = None
+        self.watch_at = now
+        self._backlog = 0.0
+        self._backlog_at = now
+        self._prefill_rate = 0.0
+
+    @property
+    def listed(self) -> bool:
+        """Whether it may get work."""
+        return self.place is not None
+
+    @property
+    def limits(self) -> Limits:
+        """What a step may hold there now."""
+        return self.ladder.limits(self.card.max_num_seqs, self.card.max_num_batched_tokens)
+
+    def standing(self, now: float, lapse_s: float, stall_s: float) -> Standing:
+        """Whether it takes new work: reports keep coming, and steps advance while there is work."""
+        if self.leaving:
+            return Standing.LEAVING
+        if now - self.reported_at > lapse_s:
+            return Standing.LAPSED
+        return Standing.STALLED if now - self.progressed_at > stall_s else Standing.UP
+
+    def backlog(self, now: float) -> float:
+        """Prompt tokens that wait to be computed: as last told, less what it has probably done since."""
+        return max(0.0, self._backlog - self._prefill_rate * (now - self._backlog_at))
+
+    def load_with(self, blocks: int, tokens: int, now: float) -> float:
+        """Its load if one more request of `blocks` and `tokens` prompt tokens came."""
+        card, ledger = self.card, self.ledger
+        return max(
+            (ledger.committed + blocks) / card.blocks,
+            (ledger.slots + 1) / card.max_num_seqs,
+            (self.backlog(now) + tokens) / self.backlog_limit,
+        )
+
+    def refresh(self, now: float) -> None:
+        """Compute `load` and `rank` anew: call after every change."""
+        card, ledger = self.card, self.ledger
+        self.load = max(
+            ledger.committed / card.blocks,
+            ledger.slots / card.max_num_seqs,
+            self.backlog(now) / self.backlog_limit,
+        )
+        closed = bool(self.alone) or self.reserved is not None or (self.ladder.shrinks and ledger.slots > 0)
+        self.rank = self.load + _CLOSED if closed else self.load
+
+    def open(self, entry: OpenGrant, now: float) -> None:
+        """A grant has been given."""
+        self.ledger.add(entry)
+        self._backlog = self.backlog(now) + entry.ask.prompt_tokens
+        self._backlog_at = now
+        if entry.ask.alone:
+            self.alone = entry.grant.id
+
+    def ended(self, entry: OpenGrant) -> None:
+        """The ledger has closed this entry."""
+        if self.alone == entry.grant.id:
+            self.alone = ""
+
+    def take(self, report: GroupReport, now: float) -> list[OpenGrant] | None:
+        """Take in a report; returns the grants that ended by it, None when it is older than the last."""
+        last = self.report
+        if last is not None and report.sequence <= last.sequence:
+            return None
+        idle = not report.running and not report.waiting
+        if last is None or idle or report.step > last.step or not (last.running or last.waiting):
+            self.progressed_at = now
+        if last is not None:
+            self._learn_speed(last, report, now - self.reported_at)
+        self.report = report
+        self.reported_at = now
+        self.chains.update(report.sessions, now, full=report.full)
+        ended = self.ledger.reconcile(report)
+        for entry in ended:
+            self.ended(entry)
+        self._backlog = float(report.waiting_tokens + self.ledger.fresh_tokens)
+        self._backlog_at = now
+        return ended
+
+    def state(self, now: float, standing: Standing) -> GroupState:
+        """A frozen picture."""
+        report = self.report
+        return GroupState(
+            card=self.card,
+            epoch=self.epoch,
+            standing=standing,
+            committed=self.ledger.committed,
+            grants=len(self.ledger.open),
+            running=report.running if report else 0,
+            waiting=report.waiting if report else 0,
+            load=self.load,
+            reported_s=now - self.reported_at,
+            progressed_s=now - self.progressed_at,
+            sessions=len(self.chains),
+            pool=report.pool if report else None,
+            level=self.ladder.level.label,
+        )
+
+    def _learn_speed(self, last: GroupReport, report: GroupReport, seconds: float) -> None:
+        """Tokens computed per second, as far as there was enough to do."""
+        if seconds < _LEAST_S:
+            return
+        rate = max(0, report.computed_tokens - last.computed_tokens) / seconds
+        if rate > self._prefill_rate or last.waiting_tokens:
+            self._prefill_rate += (rate - self._prefill_rate) / 2 if self._prefill_rate else rate
