@@ -7,52 +7,71 @@ Placing, reporting and waiting for news have threads of their own: nothing that 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply
+from cluster.bells import Bells
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.metrics import CoordinatorExporter
 from cluster.notices import Notice, NoticeBoard
+from cluster.settings import CoordinatorSettings
 from workers.plan import GroupReport
 
 NAMESPACE = "tidegate"
 """Ray's namespace of all our named actors."""
-IDLE_S = 600.0
-"""A coordinator that nobody has called for so long ends itself."""
+TICK_S = 0.25
+"""How often the coordinator looks at its deadlines by itself."""
+POLL_S = 5.0
+"""The longest that a poll for the line's news waits; less where the line forgets ingresses sooner."""
+EXPORT_S = 1.0
+"""Between two exports of metrics, or twenty times as long as one takes."""
 _START_S = 60.0
 _TRIES = 50
+
+_log = logging.getLogger(__name__)
 
 
 class CoordinatorMissing(RuntimeError):
     """There is no coordinator of that service."""
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"place": 256, "report": 256, "watch": 256})
+@ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"place": 256, "report": 256, "watch": 1024})
 class CoordinatorActor:
-    """`config` identifies the settings of the service; another one's coordinator is replaced, not shared."""
+    """`settings.config` identifies the deployment; another one's coordinator is replaced, not shared."""
 
-    def __init__(self, config: str, idle_s: float = IDLE_S) -> None:
-        self._config = config
-        self._coordinator = Coordinator(first_epoch=int(time.time()))
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        # Milliseconds: more than the epochs that a life can have given away by then, so that none comes twice.
+        self._coordinator = Coordinator(settings.terms, first_epoch=int(time.time() * 1000), seed=secrets.randbits(32))
         self._lock = threading.Lock()
+        self._bells = Bells()
         self._board = NoticeBoard()
         self._news = asyncio.Event()
+        self._heard: deque[GroupReport] = deque(maxlen=10_000)
         self._secret = secrets.token_bytes(32)
+        self._poll_s = min(POLL_S, settings.terms.line.ingress_s / 2)
         self._called_at = time.monotonic()
         own = ray.get_runtime_context().current_actor
-        threading.Thread(target=self._end_when_idle, args=(own, idle_s), daemon=True).start()
+        threading.Thread(target=self._keep_time, args=(own,), daemon=True).start()
+
+    # -- for ingresses -------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="report")
     async def identity(self) -> tuple[int, str]:
         """(protocol, config): what a caller compares before it trusts this actor."""
-        return PROTOCOL, self._config
+        return PROTOCOL, self._settings.config
 
     @ray.method(concurrency_group="report")
     async def secret(self) -> bytes:
@@ -60,52 +79,70 @@ class CoordinatorActor:
         return self._secret
 
     @ray.method(concurrency_group="place")
-    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Refusal, ...]:
+    async def place(self, ingress: str, asks: tuple[Ask, ...]) -> tuple[Grant | Ticket | Refusal, ...]:
         """One answer per ask, in order; never waits."""
-        with self._lock:
-            return self._coordinator.place(asks, self._now())
+        with self._coordinating() as (coordinator, now):
+            return coordinator.place(ingress, asks, now)
+
+    @ray.method(concurrency_group="watch")
+    async def news(self, ingress: str, acked: int) -> LineNews:
+        """What became of the tickets of `ingress` behind number `acked`; waits a few seconds when nothing has."""
+        until = time.monotonic() + self._poll_s
+        with self._bells.listen(ingress) as bell:
+            while True:
+                bell.clear()
+                with self._coordinating() as (coordinator, now):
+                    news = coordinator.news(ingress, acked, now)
+                if news.answers or acked > news.number or now >= until:  # or it knows of another life
+                    return news
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(bell.wait(), until - now)
+
+    @ray.method(concurrency_group="report")
+    async def leave_line(self, keys: tuple[tuple[str, int], ...]) -> None:
+        """These (request, attempt) wait no more."""
+        with self._coordinating() as (coordinator, now):
+            coordinator.leave_line(keys, now)
 
     @ray.method(concurrency_group="report")
     async def settle(self, outcomes: tuple[Outcome, ...]) -> None:
         """These grants have ended."""
-        with self._lock:
-            self._coordinator.settle(outcomes, self._now())
+        with self._coordinating() as (coordinator, now):
+            coordinator.settle(outcomes, now)
 
     @ray.method(concurrency_group="report")
     async def withdraw(self, grants: tuple[str, ...]) -> None:
         """These grants will not be used."""
-        with self._lock:
-            self._coordinator.withdraw(grants, self._now())
+        with self._coordinating() as (coordinator, now):
+            coordinator.withdraw(grants, now)
+
+    @ray.method(concurrency_group="report")
+    async def session(self, namespaces: tuple[bytes, ...]) -> tuple[SessionCopy, ...]:
+        """What the groups have reported to have cached under these namespaces."""
+        with self._coordinating() as (coordinator, now):
+            return coordinator.session(namespaces, now)
+
+    # -- for groups ----------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="report")
     async def report(self, report: GroupReport) -> Reply:
         """A group's news."""
-        with self._lock:
-            return self._coordinator.report(report, self._now())
+        with self._coordinating() as (coordinator, now):
+            reply = coordinator.report(report, now)
+        self._heard.append(report)
+        return reply
 
     @ray.method(concurrency_group="report")
     async def join(self, card: GroupCard) -> int:
         """A group that can take work; returns its epoch."""
-        with self._lock:
-            return self._coordinator.join(card, self._now())
+        with self._coordinating() as (coordinator, now):
+            return coordinator.join(card, now)
 
     @ray.method(concurrency_group="report")
     async def leave(self, group: str, epoch: int) -> None:
         """A group takes nothing new any more."""
-        with self._lock:
-            self._coordinator.leave(group, epoch, self._now())
-
-    @ray.method(concurrency_group="report")
-    async def groups(self) -> tuple[GroupState, ...]:
-        """All groups, whatever their standing."""
-        with self._lock:
-            return self._coordinator.groups(self._now())
-
-    @ray.method(concurrency_group="report")
-    async def status(self) -> dict[str, object]:
-        """Everything for people and programs, as plain JSON values."""
-        with self._lock:
-            return self._coordinator.status(self._now())
+        with self._coordinating() as (coordinator, now):
+            coordinator.leave(group, epoch, now)
 
     @ray.method(concurrency_group="watch")
     async def notice(self, group: str, text: str, failed: bool = False) -> None:
@@ -113,6 +150,20 @@ class CoordinatorActor:
         self._now()
         self._board.post(group, text, failed)
         self._news.set()
+
+    # -- for whoever looks ---------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="report")
+    async def groups(self) -> tuple[GroupState, ...]:
+        """All groups, whatever their standing."""
+        with self._coordinating() as (coordinator, now):
+            return coordinator.groups(now)
+
+    @ray.method(concurrency_group="report")
+    async def status(self) -> dict[str, object]:
+        """Everything for people and programs, as plain JSON values."""
+        with self._coordinating() as (coordinator, now):
+            return coordinator.status(now)
 
     @ray.method(concurrency_group="watch")
     async def notices(self, after: int, patience_s: float) -> tuple[Notice, ...]:
@@ -126,16 +177,42 @@ class CoordinatorActor:
                 break
         return found
 
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _coordinating(self, *, called: bool = True) -> Iterator[tuple[Coordinator, float]]:
+        """The coordinator to oneself, and the time; wakes whoever has got news by it."""
+        with self._lock:
+            yield self._coordinator, self._now() if called else time.monotonic()
+            woken = self._coordinator.wakes()
+        self._bells.ring(woken)
+
     def _now(self) -> float:
         self._called_at = time.monotonic()
         return self._called_at
 
-    def _end_when_idle(self, own: ActorHandle, idle_s: float) -> None:
-        tick = threading.Event()
-        while not tick.wait(idle_s / 10):
-            if time.monotonic() - self._called_at > idle_s:
+    def _keep_time(self, own: ActorHandle) -> None:
+        """The thread that moves the coordinator's deadlines, exports its metrics and ends what nobody calls."""
+        exporter, pause, export_at = CoordinatorExporter(self._settings.service), threading.Event(), 0.0
+        while not pause.wait(TICK_S):
+            if time.monotonic() - self._called_at > self._settings.idle_s:
                 ray.kill(own)
                 return
+            try:
+                with self._coordinating(called=False) as (coordinator, now):
+                    coordinator.tick(now)
+                if now >= export_at:
+                    self._export(exporter)
+                    export_at = now + max(EXPORT_S, 20 * (time.monotonic() - now))
+            except Exception:  # a thread that ended here would leave every deadline unattended
+                _log.exception("the coordinator's clock stumbled")
+
+    def _export(self, exporter: CoordinatorExporter) -> None:
+        while self._heard:
+            exporter.heard(self._heard.popleft())
+        with self._coordinating(called=False) as (coordinator, now):
+            status = coordinator.status(now)
+        exporter.export(status, now)
 
 
 def coordinator_name(service: str) -> str:
@@ -143,8 +220,8 @@ def coordinator_name(service: str) -> str:
     return f"tidegate-coordinator-{service}"
 
 
-def open_coordinator(service: str, config: str, *, replace: bool = False, idle_s: float = IDLE_S) -> ActorHandle:
-    """The coordinator of `service` with this protocol and `config`: the one there is, else a new one.
+def open_coordinator(settings: CoordinatorSettings, *, replace: bool = False) -> ActorHandle:
+    """The coordinator of `settings.service` with this protocol and config: the one there is, else a new one.
 
     `replace`: end one that does not match. That is for whoever deploys: a replica must not, since one of an older
     deployment would end the coordinator of the newer. Blocks; from a coroutine call it in a thread. Raises
@@ -152,7 +229,7 @@ def open_coordinator(service: str, config: str, *, replace: bool = False, idle_s
     """
     actor: Any = CoordinatorActor
     options = actor.options(
-        name=coordinator_name(service),
+        name=coordinator_name(settings.service),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -160,16 +237,16 @@ def open_coordinator(service: str, config: str, *, replace: bool = False, idle_s
     )
     pause = threading.Event()
     for _ in range(_TRIES):
-        handle = options.remote(config, idle_s)
+        handle = options.remote(settings)
         try:
-            if tuple(ray.get(handle.identity.remote(), timeout=_START_S)) == (PROTOCOL, config):
+            if tuple(ray.get(handle.identity.remote(), timeout=_START_S)) == (PROTOCOL, settings.config):
                 return handle
             if not replace:
-                raise CoordinatorMissing(f"the coordinator of {service} belongs to another deployment")
+                raise CoordinatorMissing(f"the coordinator of {settings.service} belongs to another deployment")
             ray.kill(handle)
         except RayActorError:
             pause.wait(0.1)  # it was dying: its name is free in a moment
-    raise CoordinatorMissing(f"the coordinator of {service} cannot be started")
+    raise CoordinatorMissing(f"the coordinator of {settings.service} cannot be started")
 
 
 def find_coordinator(service: str) -> ActorHandle:

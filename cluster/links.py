@@ -8,6 +8,7 @@ GroupDead. Nothing here blocks the event loop: looking up an actor by its name i
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
@@ -16,8 +17,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
 
 from cluster.actors import NAMESPACE, CoordinatorMissing, find_coordinator, open_coordinator
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
+from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.settings import CoordinatorSettings
 from workers.actors import Refused
 from workers.errors import EngineRefused
 from workers.outbox import Message
@@ -29,23 +31,34 @@ UNREAD_MESSAGES = 8
 
 
 class CoordinatorLink:
-    """The coordinator of one service and `config`. Found again by name when it was started anew; one of another config
-    is none of ours: a replica of an old deployment must not join the new one."""
+    """The coordinator of one service and config, for the ingress called `ingress` (None: any name of its own).
+    Found again by name when it was started anew; one of another config is none of ours: a replica of an old deployment
+    must not join the new one."""
 
-    def __init__(self, service: str, config: str, actor: ActorHandle) -> None:
-        self._service = service
-        self._config = config
+    def __init__(self, settings: CoordinatorSettings, ingress: str | None, actor: ActorHandle) -> None:
+        self._service = settings.service
+        self._config = settings.config
+        self._ingress = ingress or uuid.uuid4().hex
         self._actor: ActorHandle | None = actor
 
     @classmethod
-    async def open(cls, service: str, config: str) -> CoordinatorLink:
-        """Connect to the coordinator of this very `config`; start it if there is none."""
-        return cls(service, config, await asyncio.to_thread(open_coordinator, service, config))
+    async def open(cls, settings: CoordinatorSettings, ingress: str | None = None) -> CoordinatorLink:
+        """Connect to the coordinator of this very config; start it with these settings if there is none."""
+        return cls(settings, ingress, await asyncio.to_thread(open_coordinator, settings))
 
-    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Refusal, ...]:
+    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Ticket | Refusal, ...]:
         """One answer per ask, in order."""
-        answer: tuple[Grant | Refusal, ...] = await self._call("place", asks)
+        answer: tuple[Grant | Ticket | Refusal, ...] = await self._call("place", self._ingress, asks)
         return answer
+
+    async def news(self, acked: int) -> LineNews:
+        """What became of this ingress's tickets behind number `acked`; waits a few seconds when nothing has."""
+        answer: LineNews = await self._call("news", self._ingress, acked)
+        return answer
+
+    async def leave_line(self, keys: tuple[tuple[str, int], ...]) -> None:
+        """These (request, attempt) wait no more."""
+        await self._call("leave_line", keys)
 
     async def settle(self, outcomes: tuple[Outcome, ...]) -> None:
         """These grants have ended."""
@@ -58,6 +71,11 @@ class CoordinatorLink:
     async def groups(self) -> tuple[GroupState, ...]:
         """All groups, whatever their standing."""
         answer: tuple[GroupState, ...] = await self._call("groups")
+        return answer
+
+    async def session(self, namespaces: tuple[bytes, ...]) -> tuple[SessionCopy, ...]:
+        """What the groups have reported to have cached under these namespaces."""
+        answer: tuple[SessionCopy, ...] = await self._call("session", namespaces)
         return answer
 
     async def secret(self) -> bytes:
@@ -138,6 +156,10 @@ class EngineLink:
     async def unsubscribe(self) -> None:
         """This ingress needs the group no more."""
         await self._call("unsubscribe", self._ingress)
+
+    async def purge(self, namespace: bytes) -> int:
+        """Forget and zero what `namespace` has cached; returns the blocks, once it is done."""
+        return int(await self._call("purge", namespace))
 
     async def _call(self, method: str, *arguments: object) -> Any:
         rank = await self._rank()

@@ -1,17 +1,23 @@
-"""A cluster in one process and one event loop: a real coordinator, stand-in engines, ports that count and can fail."""
+"""A cluster in one process and one event loop: a real coordinator with its line, real engines over shadow ranks, ports
+that count and can fail."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
-from cluster.coordination.cards import GroupCard, GroupState
+from cluster.coordination.cards import GroupCard, GroupState, SessionCopy
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.grants import Ask, Grant, Outcome, Refusal
+from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.coordination.terms import CoordinatorTerms
 from cluster.generation import Generation
+from cluster.namespaces import CacheKeys
 from cluster.requests.dispatch import Requests
+from cluster.requests.meter import Meter
 from cluster.requests.ports import EnginePort
 from cluster.requests.subscription import Rhythm
 from cluster.requests.work import Endurance
@@ -21,7 +27,8 @@ from workers.outbox import Message
 from workers.plan import Finish, GroupDead, TokenEvent
 from workers.sequence import Request, Sampling
 
-FAST = Rhythm(ack_messages=8, ack_s=0.01, renew_s=0.02, renewals=3, rotate_messages=50, backoff_s=0.005)
+FAST = Rhythm(ack_messages=8, ack_s=0.01, renew_s=0.05, renewals=5, rotate_messages=50, backoff_s=0.005)
+LEASE_S = 0.5
 
 
 class InProcessGroup:
@@ -30,13 +37,14 @@ class InProcessGroup:
     def __init__(self, cluster: InProcessCluster, name: str, *, steps_s: float = 0.0, **engine: int) -> None:
         self.cluster = cluster
         self.address = f"at-{name}-{next(cluster.serial)}"
-        self.engine = ShadowEngine(name=name, epoch=0, lease_s=0.2, **engine)
+        self.engine = ShadowEngine(name=name, epoch=0, lease_s=LEASE_S, **engine)
         blocks = self.engine.blocks
         self.card = GroupCard(
             name, ("m",), self.address, blocks, self.engine.block_size, self.engine.max_num_seqs, 512, 4096
         )
         self.engine.epoch = cluster.coordinator.join(self.card, cluster.clock())
         self.work = asyncio.Event()
+        self._full = True
         self.steps_s = steps_s
         self.tasks = [asyncio.create_task(self._step()), asyncio.create_task(self._report())]
 
@@ -57,17 +65,25 @@ class InProcessGroup:
             await asyncio.sleep(0.02)
 
     async def report(self) -> None:
-        future = self.engine.report()
+        full, self._full = self._full, True  # until the coordinator has taken it
+        future = self.engine.report(full=full)
         self.work.set()
         report = await asyncio.wrap_future(future)
+        if self.cluster.port.down:
+            return
         reply = self.cluster.coordinator.report(report, self.cluster.clock())
+        self.cluster.port.ring()
+        if not reply.known:
+            self.engine.enter(self.cluster.coordinator.join(self.card, self.cluster.clock()))
+            return
+        self._full = False
         self.engine.obey(reply.limits, reply.void)
 
     async def kill(self) -> None:
         """The process is gone: streams break, calls find nobody."""
         self.engine.dead = GroupDead("killed")
-        for subscriber in self.engine._subscribers.values():
-            subscriber.outbox.close()
+        for outbox in self.engine.outboxes():
+            outbox.close()
         await self.stop()
 
     async def stop(self) -> None:
@@ -155,16 +171,31 @@ class InProcessEngine:
         (await self._enter("unsubscribe")).unsubscribe(self.ingress)
         self.group.work.set()
 
+    async def purge(self, namespace: bytes) -> int:
+        future = (await self._enter("purge")).purge(namespace)
+        self.group.work.set()
+        return await asyncio.wrap_future(future)
+
 
 class InProcessCoordinator:
-    """CoordinatorPort. `down` makes every call fail; `outcomes` and `withdrawn` are what came through."""
+    """CoordinatorPort of one ingress. `down` makes every call fail, polls under way included; `outcomes`, `withdrawn`
+    and `left` are what came through. `poll_s` is how long a poll waits."""
 
-    def __init__(self, cluster: InProcessCluster) -> None:
+    def __init__(self, cluster: InProcessCluster, ingress: str) -> None:
         self.cluster = cluster
+        self.ingress = ingress
         self.down = False
+        self.poll_s = 0.1
         self.calls: Counter[str] = Counter()
         self.outcomes: list[Outcome] = []
         self.withdrawn: list[str] = []
+        self.left: list[tuple[str, int]] = []
+        self._bell = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wake the poll when the coordinator has news for it."""
+        if self.ingress in self.cluster.coordinator.wakes():
+            self._bell.set()
 
     async def _enter(self, call: str) -> Coordinator:
         self.calls[call] += 1
@@ -173,46 +204,96 @@ class InProcessCoordinator:
             raise ConnectionError("the coordinator is down")
         return self.cluster.coordinator
 
-    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Refusal, ...]:
-        return (await self._enter("place")).place(asks, self.cluster.clock())
+    async def place(self, asks: tuple[Ask, ...]) -> tuple[Grant | Ticket | Refusal, ...]:
+        answers = (await self._enter("place")).place(self.ingress, asks, self.cluster.clock())
+        self.ring()
+        return answers
+
+    async def news(self, acked: int) -> LineNews:
+        await self._enter("news")
+        until = self.cluster.clock() + self.poll_s
+        while True:
+            self._bell.clear()
+            if self.down:
+                raise ConnectionError("the coordinator is down")
+            news = self.cluster.coordinator.news(self.ingress, acked, self.cluster.clock())
+            left = until - self.cluster.clock()
+            if news.answers or left <= 0:
+                return news
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._bell.wait(), min(left, 0.02))
+
+    async def leave_line(self, keys: tuple[tuple[str, int], ...]) -> None:
+        (await self._enter("leave_line")).leave_line(keys, self.cluster.clock())
+        self.ring()
+        self.left += keys
 
     async def settle(self, outcomes: tuple[Outcome, ...]) -> None:
         (await self._enter("settle")).settle(outcomes, self.cluster.clock())
+        self.ring()
         self.outcomes += outcomes
 
     async def withdraw(self, grants: tuple[str, ...]) -> None:
         (await self._enter("withdraw")).withdraw(grants, self.cluster.clock())
+        self.ring()
         self.withdrawn += grants
 
     async def groups(self) -> tuple[GroupState, ...]:
         return (await self._enter("groups")).groups(self.cluster.clock())
 
+    async def session(self, namespaces: tuple[bytes, ...]) -> tuple[SessionCopy, ...]:
+        return (await self._enter("session")).session(namespaces, self.cluster.clock())
+
 
 class InProcessCluster:
-    """Use as an async context manager; `requests` is the shell under test."""
+    """Use as an async context manager; `requests` is the shell under test. `coordinator` takes the real one's place."""
 
-    def __init__(self, endurance: Endurance | None = None, rhythm: Rhythm = FAST) -> None:
+    def __init__(
+        self,
+        endurance: Endurance | None = None,
+        rhythm: Rhythm = FAST,
+        *,
+        terms: CoordinatorTerms | None = None,
+        coordinator: Any = None,
+        meter: Meter | None = None,
+    ) -> None:
         self.serial = itertools.count(1)
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
-        self.coordinator = Coordinator()
-        self.port = InProcessCoordinator(self)
+        self.terms = terms or CoordinatorTerms()
+        self.coordinator: Coordinator = coordinator or Coordinator(self.terms, first_epoch=0, seed=1)
+        self.port = InProcessCoordinator(self, "ingress-1")
         self.groups: dict[str, InProcessGroup] = {}
         self.engines: dict[str, InProcessEngine] = {}
         self.requests = Requests(
             self.port,
             self._engine,
             models=("m",),
-            namespace=lambda generation: b"n",
+            cache=lambda generation: CacheKeys(namespace_of(generation.tenant, generation.session)),
+            sessions=lambda tenant, session: (namespace_of(tenant, session),),
             clock=self.clock,
             endurance=endurance,
             rhythm=rhythm,
+            meter=meter,
         )
+        self._time = asyncio.create_task(self._keep_time())
+
+    async def _keep_time(self) -> None:
+        while True:
+            self.coordinator.tick(self.clock())
+            self.port.ring()
+            await asyncio.sleep(0.02)
+
+    def restart_coordinator(self, first_epoch: int) -> None:
+        """Another life, which knows nothing."""
+        self.coordinator = Coordinator(self.terms, first_epoch=first_epoch, seed=1)
 
     async def __aenter__(self) -> InProcessCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.requests.aclose()
+        self._time.cancel()
+        await asyncio.wait([self._time])
         for group in self.groups.values():
             await group.stop()
 
@@ -235,8 +316,14 @@ class InProcessCluster:
     async def settled(self) -> None:
         """Return when everything has come back; fails after two seconds."""
         async with asyncio.timeout(2):
-            while any(s.committed or s.grants for s in self.coordinator.groups(self.clock())):
+            while self.coordinator.waiting or any(
+                state.committed or state.grants for state in self.coordinator.groups(self.clock())
+            ):
                 await asyncio.sleep(0.01)
+
+
+def namespace_of(tenant: str, session: str | None) -> bytes:
+    return f"{tenant}/{session}".encode()
 
 
 def generation(name: str, most: int = 20, prompt: tuple[int, ...] = (1, 2, 3)) -> Generation:

@@ -7,62 +7,50 @@ its end it still takes in what is late, to give it back. Knows no asyncio, no Ra
 
 from __future__ import annotations
 
-from enum import Enum
-
-from cluster.coordination.grants import REFUSED_NEVER_FITS, REFUSED_STALE, Grant, Incarnation, Refusal
-from cluster.requests import moves
-from cluster.requests.moves import Action, Event
-from cluster.requests.work import Attempt, Endurance, Work
-from workers.errors import CODE_DEAD, CODE_DRAINING, CODE_DUPLICATE, CODE_NEVER_FITS, CODE_NO_LEASE, CODE_VOID
+from cluster.coordination.grants import Grant, Refusal, Ticket
+from cluster.requests import moves, verdicts
+from cluster.requests.account import Account
+from cluster.requests.history import History, Transcript
+from cluster.requests.patience import Patience
+from cluster.requests.verdicts import FAILED, POISONED, TIMED_OUT, Verdict
+from cluster.requests.work import Attempt, Endurance, Phase, Work
 from workers.plan import Finish, TokenEvent
 
-FAILED = "generation_failed"
-TIMED_OUT = "timed_out"
-
-LONGEST_REST_S = 1.0
-"""Between asks when no group is up, or between attempts when one after another goes wrong."""
-SHORT_REST_S = 0.25
-"""The same when nobody has said how long to wait."""
-
-_NEVER = float("inf")
-
-
-class Phase(Enum):
-    """Where the request stands. ASKING, RESTING and SUBMITTING are waiting for a place."""
-
-    NEW = 0
-    ASKING = 1
-    RESTING = 2
-    SUBMITTING = 3
-    RUNNING = 4
-    ENDED = 5
+_WAITING = (Phase.ASKING, Phase.RESTING, Phase.QUEUED)
 
 
 class RequestMachine:
-    """`output` is what the client has been sent, `attempt` the number of the attempt that counts, `current` that
-    attempt while it holds a grant."""
+    """`history` is what it has been through, `transcript` what the client has been sent; `fault` the code that it
+    failed with."""
 
     def __init__(self, work: Work, endurance: Endurance) -> None:
         self.work = work
         self.phase = Phase.NEW
-        self.attempt = 0
-        self.current: Attempt | None = None
-        self.output: list[int] = []
-        self.deaths = 0
-        self.misses = 0
-        self._endurance = endurance
-        self._cached: int | None = None
-        self._troubled = False
-        self._avoid: tuple[Incarnation, ...] = ()
-        self._refusal: Refusal | None = None
-        self._closed: set[str] = set()
-        self._overtaken: dict[int, Grant] = {}
-        self._arrived = 0.0
-        self._deadline = self._give_up = self._rest_until = _NEVER
-        self._wake: float | None = None
-        self._actions: list[Action] = []
+        self.history = History(work, endurance)
+        self.transcript = Transcript(work.id)
+        self.fault: str | None = None
+        self._patience = Patience(work, endurance)
+        self._account = Account(work)
+        self._in_line = False
+        self._ahead = 0
+        self._actions: list[moves.Action] = []
 
-    def on_event(self, event: Event, now: float) -> tuple[Action, ...]:
+    @property
+    def output(self) -> list[int]:
+        """The tokens that the client has been sent."""
+        return self.transcript.output
+
+    @property
+    def current(self) -> Attempt | None:
+        """The attempt that counts, while it holds a grant."""
+        return self._account.current
+
+    @property
+    def ahead(self) -> int | None:
+        """How many stood before it in the line when last told; None while it does not stand there."""
+        return self._ahead if self.phase is Phase.QUEUED else None
+
+    def on_event(self, event: moves.Event, now: float) -> tuple[moves.Action, ...]:
         """What to do now that `event` has happened, in this order."""
         match event:
             case moves.Arrived(epoch, news):
@@ -72,16 +60,21 @@ class RequestMachine:
             case moves.Submitted(attempt):
                 self._take_acceptance(attempt)
             case moves.Ticked() if self.phase not in (Phase.NEW, Phase.ENDED):
-                self._wake = -_NEVER  # spent, even if it came a little early: event loops round to milliseconds
+                self._patience.spend_wake()
                 self._take_time(now)
             case moves.Started() if self.phase is Phase.NEW:
-                self._start(now)
+                self._patience.start(now)
+                self._ask(now)
             case moves.Cancelled() if self.phase is not Phase.ENDED:
-                self._finish_attempt(Finish.ABORT)
+                self._give_back()
                 self._end(moves.End())
-            case moves.AskLost(attempt) if self.phase is Phase.ASKING and attempt == self.attempt:
-                self._troubled = True
+            case moves.AskLost(attempt) if self.phase is Phase.ASKING and attempt == self.history.attempt:
+                self.history.troubled = True
                 self._rest(now)
+            case moves.LineLost() if self.phase in (Phase.ASKING, Phase.QUEUED):
+                self._leave_line(now)
+                self.history.troubled = True
+                self._ask(now)
             case moves.Rejected(attempt, code, message) if self._is_submitting(attempt):
                 self._take_rejection(code, message, now)
             case moves.SubmitLost(attempt) if self._is_submitting(attempt):
@@ -90,101 +83,126 @@ class RequestMachine:
                 self._lose_group(group, epoch, gone, now)
             case _:
                 pass  # late: about an attempt or a state that is over
-        self._set_alarm()
+        self._actions += self._patience.wake(self.phase)
         actions, self._actions = tuple(self._actions), []
         return actions
 
     # -- waiting for a place ------------------------------------------------------------------------------------------
 
-    def _start(self, now: float) -> None:
-        self._arrived = now
-        if self._endurance.timeout_s is not None:
-            self._deadline = now + self._endurance.timeout_s
-        self._give_up = now + self._endurance.patience_s
-        self._ask(now)
-
     def _ask(self, now: float) -> None:
-        self.phase = Phase.ASKING
-        ask = self.work.ask(self.attempt, len(self.output), now - self._arrived, self._avoid)
+        """Ask, or ask again: a coordinator that knows the attempt already says the same."""
+        if self.phase is not Phase.QUEUED:
+            self.phase = Phase.ASKING
+        self._in_line = True
+        ask = self.history.ask(len(self.output), age=self._patience.age(now), left=self._patience.left(now))
         self._actions.append(moves.Place(ask))
 
     def _rest(self, now: float) -> None:
-        """Ask again a little later."""
-        wanted = self._refusal.retry_after if self._refusal else None
         self.phase = Phase.RESTING
-        self._rest_until = now + min(LONGEST_REST_S, wanted or SHORT_REST_S)
+        self._patience.rest(now, self.history.refusal)
 
-    def _take_answer(self, answer: Grant | Refusal, now: float) -> None:
-        waiting = self.phase in (Phase.ASKING, Phase.RESTING) and answer.attempt == self.attempt
-        if isinstance(answer, Refusal):
-            if waiting:
+    def _take_answer(self, answer: Grant | Ticket | Refusal, now: float) -> None:
+        waits = self.phase in _WAITING and answer.attempt == self.history.attempt
+        goes_without = self.current is not None and not self.current.grant.id
+        match answer:
+            case Grant() if waits and self._account.is_open(answer):
+                self._submit(answer, now)
+            case Grant():
+                self._actions += self._account.refuse(answer)
+            case Ticket() if waits:
+                self.phase, self._ahead = Phase.QUEUED, answer.ahead
+                self._in_line = True
+                self._patience.queue(now)
+            case Ticket() if self.phase is Phase.ENDED or goes_without:  # it waits no more
+                self._actions.append(moves.Leave(answer.request, answer.attempt))
+            case Refusal() if waits:
                 self._take_refusal(answer, now)
-        elif waiting and answer.id not in self._closed:
-            self.phase = Phase.SUBMITTING
-            self.current = Attempt(answer, tuple(self.output))
-            self._actions.append(moves.Submit(answer, self.current.request(self.work, now - self._arrived)))
-        elif self.current is None or self.current.grant.id != answer.id:
-            self._close(moves.Withdraw(answer.id), answer.id)
+
+    def _submit(self, grant: Grant, now: float) -> None:
+        if not grant.id:  # of its own: the coordinator may still have the request in its line
+            self._give_up_place()
+        self._leave_line(now)
+        self.phase = Phase.SUBMITTING
+        self.history.admitted |= bool(grant.id)
+        attempt = self._account.take(grant, self.output)
+        request = attempt.request(self.work, self._patience.age(now), self._patience.left(now))
+        self._actions.append(moves.Submit(grant, request))
 
     def _take_refusal(self, refusal: Refusal, now: float) -> None:
-        self._refusal = refusal
-        if refusal.code == REFUSED_STALE:
-            self._miss("the coordinator has moved on", now)
-        elif self._troubled and refusal.code != REFUSED_NEVER_FITS:
-            self._rest(now)
-        else:
-            self._fail(refusal)
+        self._leave_line(now)
+        self.history.refusal = refusal
+        match verdicts.weigh_refusal(refusal.code, self.history, fresh=self._patience.is_fresh(now)):
+            case Verdict.LATE:
+                self._time_out(now)
+            case Verdict.MISS:
+                self._miss("the coordinator has moved on", now)
+            case Verdict.REST:
+                self._rest(now)
+            case _:
+                self._fail(refusal)
+
+    def _leave_line(self, now: float) -> None:
+        """By an answer, or because there is no line any more. Time spent there was no waiting in vain."""
+        self._in_line = False
+        if self.phase is Phase.QUEUED:
+            self.phase = Phase.ASKING
+            self._patience.restart(now, replay=self.history.admitted)
 
     def _take_rejection(self, code: str, message: str, now: float) -> None:
-        assert self.current is not None
-        if code == CODE_DUPLICATE:
-            self._take_acceptance(self.attempt)
+        current = self.current
+        assert current is not None
+        verdict = verdicts.weigh_rejection(code, promised=bool(current.grant.id))
+        if verdict is Verdict.ACCEPTED:
+            self._run()
             return
-        grant, self.current = self.current.grant, None
-        self._close(moves.Withdraw(grant.id), grant.id)
-        if code in (CODE_DRAINING, CODE_DEAD):
-            self._shun(grant)
-        if code in (CODE_DRAINING, CODE_DEAD, CODE_VOID, CODE_NO_LEASE):
-            self._miss(message, now)
-        else:
-            self._fail_with(code if code == CODE_NEVER_FITS else FAILED, message)
+        self._actions += self._account.refuse(self._account.give_back())
+        match verdict:
+            case Verdict.NEXT:
+                self.history.begin_attempt()
+                self._ask(now)
+            case Verdict.MISS | Verdict.SHUN:
+                if verdict is Verdict.SHUN:
+                    self.history.shun(current.incarnation)
+                self._miss(message, now)
+            case _:
+                self._fail_with(verdicts.rejection_code(code), message)
 
     def _take_acceptance(self, attempt: int) -> None:
         if self._is_submitting(attempt):
-            self.phase = Phase.RUNNING
-        elif attempt in self._overtaken:
-            # Its abort may have come before it: say it again, now that the group certainly knows the attempt.
-            self._actions.append(moves.Abort(self._overtaken.pop(attempt)))
+            self._run()
+        else:
+            self._actions += self._account.abort_again(attempt)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        if self.phase is Phase.SUBMITTING:
+            self.phase = Phase.RUNNING
+            self.history.accepted += 1
+            self.history.admitted = True
+
     def _take_news(self, epoch: int, news: TokenEvent, now: float) -> None:
         current = self.current
-        if current is None or news.attempt != self.attempt or epoch < current.epoch:
+        if current is None or news.attempt != self.history.attempt or epoch < current.epoch:
             return
-        have = len(self.output)
-        if news.index > have:
+        tokens = self.transcript.add(news)
+        if tokens is None:
             self._miss("output got lost on the way", now)
             return
-        self.phase = Phase.RUNNING
+        self._run()
         current.epoch, current.cached = epoch, news.cached
-        if self._cached is None:
-            self._cached = news.cached
-        tokens = news.tokens[have - news.index :]
-        self.output.extend(tokens)
-        if news.finish is not None and news.finish is not Finish.ABORT:
+        late = news.finish is Finish.ERROR and self._patience.is_late(now)
+        if news.finish not in (None, Finish.ABORT) and not late:
+            self.fault = FAILED if news.finish is Finish.ERROR else None
             self._finish_attempt(news.finish)
-            self._end(moves.End(self._event(tokens, have, news.finish, news.error)))
+            self._say_last(tokens, news.finish, news.error)
             return
         if tokens:
-            self._actions.append(moves.Emit(self._event(tokens, have)))
-        if news.finish is Finish.ABORT:
+            self._actions.append(moves.Emit(self.transcript.event(news.attempt, tokens)))
+        if late:
+            self._time_out(now)  # the group saw the deadline pass before we did
+        elif news.finish is Finish.ABORT:
             self._miss("its group ended it unasked", now)
-
-    def _event(
-        self, tokens: tuple[int, ...], index: int, finish: Finish | None = None, error: str | None = None
-    ) -> TokenEvent:
-        return TokenEvent(self.work.id, self.attempt, index, tokens, finish, self._cached or 0, error)
 
     # -- what goes wrong ----------------------------------------------------------------------------------------------
 
@@ -192,95 +210,89 @@ class RequestMachine:
         if self.current is None or self.current.grant.group != group or self.current.grant.epoch > epoch:
             return
         if gone:
-            self._shun(self.current.grant)
-        if gone and self.phase is Phase.RUNNING:
-            self.deaths += 1
-            self._retry(self.deaths > self._endurance.deaths, f"{self.deaths} groups died while they ran it", now)
-        else:
+            self.history.shun(self.current.incarnation)
+        if not gone or self.phase is not Phase.RUNNING:
             self._miss("its group was lost", now)
+            return
+        poisonous = self.history.alone
+        self.history.deaths += 1
+        reason = f"{self.history.deaths} groups died while they ran it, the last while it ran there alone"
+        self._retry(POISONED if poisonous else None, reason, now)
 
     def _miss(self, reason: str, now: float) -> None:
         """This attempt came to nothing, though no group died of it."""
-        self.misses += 1
-        self._retry(self.misses > self._endurance.misses, f"{self.misses} attempts came to nothing; {reason}", now)
+        self.history.misses += 1
+        end = FAILED if self.history.exhausted else None
+        self._retry(end, f"{self.history.misses} attempts came to nothing; {reason}", now)
 
-    def _retry(self, enough: bool, reason: str, now: float) -> None:
-        """Give the attempt up and ask for the next, unless it is `enough` or the client has all its tokens already."""
+    def _retry(self, end: str | None, reason: str, now: float) -> None:
+        """Give the attempt up and ask for the next, unless it must end (with that code) or the client has it all."""
         was_running = self.phase is Phase.RUNNING
         self._finish_attempt(Finish.ABORT)
         finish = self.work.complete(self.output)
         if finish is not None:
-            self._end(moves.End(self._event((), len(self.output), finish)))
-        elif enough:
-            self._fail_with(FAILED, f"The request was given up: {reason}.")
+            self._say_last((), finish)
+        elif end is not None:
+            self._fail_with(end, f"The request was given up: {reason}.")
         else:
-            self._troubled = True
-            self.attempt += 1
-            self._refusal = None
+            self.history.troubled = True
+            self.history.begin_attempt()
             if was_running:
-                self._give_up = now + self._endurance.patience_s
-            if self.misses > 1:
+                self._patience.restart(now, replay=True)
+            if self.history.misses > 1:
                 self._rest(now)
             else:
                 self._ask(now)
 
-    def _shun(self, grant: Grant) -> None:
-        self._avoid = (*self._avoid, (grant.group, grant.epoch))
-
     # -- time and endings ---------------------------------------------------------------------------------------------
 
     def _take_time(self, now: float) -> None:
-        waiting = self.phase is not Phase.RUNNING
-        if now >= self._deadline or (waiting and now >= self._give_up):
-            refusal = self._refusal if waiting else None
-            self._finish_attempt(Finish.ABORT)
-            if refusal:
-                self._fail(refusal)
-            else:
-                self._fail_with(TIMED_OUT, f"The request was not done after {now - self._arrived:.0f} s.")
-        elif self.phase is Phase.RESTING and now >= self._rest_until:
+        if self._patience.is_late(now):
+            self._time_out(now)
+        elif self._patience.is_out(self.phase, now):
+            self._time_out(now, verdicts.tellable(self.history))
+        elif self._patience.is_due(self.phase, now):
+            if self.phase is Phase.QUEUED:
+                self._patience.queue(now)
             self._ask(now)
 
-    def _set_alarm(self) -> None:
-        at = _NEVER
-        if self.phase is not Phase.ENDED:
-            resting = self._rest_until if self.phase is Phase.RESTING else _NEVER
-            at = min(self._deadline, resting, _NEVER if self.phase is Phase.RUNNING else self._give_up)
-        wake = None if at == _NEVER else at
-        if wake != self._wake:
-            self._wake = wake
-            self._actions.append(moves.Wake(wake))
+    def _time_out(self, now: float, refusal: Refusal | None = None) -> None:
+        """End it with `refusal`, or with a word about the time."""
+        self._give_back()
+        message = f"The request was not done after {self._patience.age(now):.0f} s."
+        self._fail(refusal or Refusal(self.work.id, self.history.attempt, TIMED_OUT, message))
+
+    def _give_back(self) -> None:
+        """The place in the line, or the grant."""
+        self._give_up_place()
+        self._finish_attempt(Finish.ABORT)
+
+    def _give_up_place(self) -> None:
+        if self._in_line:
+            self._in_line = False
+            self._actions.append(moves.Leave(self.work.id, self.history.attempt))
 
     def _finish_attempt(self, finish: Finish) -> None:
-        """Close the grant of this attempt, if it has one; what its group may still run is aborted."""
-        current, self.current = self.current, None
-        if current is None:
-            return
-        if finish is Finish.ABORT:
-            self._actions.append(moves.Abort(current.grant))
-            if self.phase is Phase.SUBMITTING:
-                self._overtaken[self.attempt] = current.grant
-        outcome = current.outcome(self.work, finish, len(self.output))
-        self._close(moves.Settle(outcome), current.grant.id)
-
-    def _close(self, action: moves.Settle | moves.Withdraw, grant: str) -> None:
-        if grant not in self._closed:
-            self._closed.add(grant)
-            self._actions.append(action)
+        submitting = self.phase is Phase.SUBMITTING
+        self._actions += self._account.finish(finish, len(self.output), submitting=submitting)
 
     def _fail_with(self, code: str, message: str) -> None:
-        self._fail(Refusal(self.work.id, self.attempt, code, message))
+        self._fail(Refusal(self.work.id, self.history.attempt, code, message))
 
     def _fail(self, refusal: Refusal) -> None:
         """A refusal while the client has seen nothing; otherwise a last event that says what happened."""
+        self.fault = refusal.code
         if self.output:
-            self._end(moves.End(self._event((), len(self.output), Finish.ERROR, refusal.message)))
+            self._say_last((), Finish.ERROR, refusal.message)
         else:
             self._end(moves.End(refusal=refusal))
+
+    def _say_last(self, tokens: tuple[int, ...], finish: Finish, error: str | None = None) -> None:
+        self._end(moves.End(self.transcript.event(self.history.attempt, tokens, finish, error)))
 
     def _end(self, end: moves.End) -> None:
         self.phase = Phase.ENDED
         self._actions.append(end)
 
     def _is_submitting(self, attempt: int) -> bool:
-        return self.phase is Phase.SUBMITTING and attempt == self.attempt
+        return self.phase is Phase.SUBMITTING and attempt == self.history.attempt

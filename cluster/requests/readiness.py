@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from cluster.coordination.cards import GroupState, Standing
 from cluster.generation import GroupHealth, Health
-from cluster.requests.ports import CoordinatorPort
+from cluster.requests.directory import Directory
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ FRESH_S = 1.0
 class Readiness:
     """`models` must each have a group that is up: it has reported, and makes progress on what it has to do."""
 
-    def __init__(self, coordinator: CoordinatorPort, models: tuple[str, ...], clock: Callable[[], float]) -> None:
-        self._coordinator = coordinator
+    def __init__(self, directory: Directory, models: tuple[str, ...], clock: Callable[[], float]) -> None:
+        self._directory = directory
         self._models = models
         self._clock = clock
         self._health: Health | None = None
@@ -39,7 +39,7 @@ class Readiness:
 
     async def _ask(self) -> Health:
         try:
-            states = await self._coordinator.groups()
+            states = await self._directory.groups()
         except Exception as error:
             _log.warning("the coordinator did not answer: %r", error)
             return Health(False, "The coordinator does not answer.")

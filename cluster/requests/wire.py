@@ -12,6 +12,7 @@ from collections.abc import Callable
 from cluster.requests import moves
 from cluster.requests.batcher import Batcher
 from cluster.requests.crew import Crew
+from cluster.requests.ports import EnginePort
 from cluster.requests.subscription import StreamLost, Subscription
 from workers.errors import CODE_NO_LEASE
 from workers.plan import GroupDead
@@ -32,6 +33,11 @@ class Wire:
         self._subscription = subscription
         self._submits: Batcher[tuple[Request, Tell]] = Batcher(crew, self._send_submits)
         self._aborts: Batcher[tuple[str, int]] = Batcher(crew, self._send_aborts)
+
+    @property
+    def port(self) -> EnginePort:
+        """The way to the group itself."""
+        return self._subscription.port
 
     def submit(self, request: Request, tell: Tell) -> None:
         """`tell` gets Submitted, Rejected or SubmitLost; nothing when the stream is lost, which its user hears of."""

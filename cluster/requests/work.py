@@ -1,18 +1,33 @@
-"""What a client wants, how much it puts up with, and one attempt at it. Values only; decides nothing."""
+"""What a client wants, how much it puts up with, where it stands, and one attempt at it. Values; decides nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from cluster.coordination.grants import Ask, Grant, Incarnation, Outcome, Share
+from cluster.coordination.grants import Grant, Incarnation, Outcome, Share
 from kvstore.sessions import Terms
 from workers.plan import Finish
 from workers.sequence import Priority, Request, Sampling
 
 
+class Phase(Enum):
+    """Where a request stands. ASKING, RESTING and SUBMITTING are waiting for a place outside the line, QUEUED is
+    waiting in it."""
+
+    NEW = 0
+    ASKING = 1
+    RESTING = 2
+    QUEUED = 3
+    SUBMITTING = 4
+    RUNNING = 5
+    ENDED = 6
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One generation, with the namespace that its prompt may share."""
+    """One generation, with the namespace that its prompt may share. `timeout_s` counts from its arrival (None: as its
+    server has it)."""
 
     id: str
     prompt: tuple[int, ...]
@@ -26,24 +41,12 @@ class Work:
     terms: Terms = Terms()
     affinity: tuple[bytes, ...] = ()
 
-    def ask(self, attempt: int, sent: int, age: float, avoid: tuple[Incarnation, ...]) -> Ask:
-        """Where may attempt number `attempt` run, now that the client has been sent `sent` tokens?"""
-        return Ask(
-            request=self.id,
-            attempt=attempt,
-            model=self.model,
-            namespace=self.namespace,
-            prompt_tokens=len(self.prompt) + sent,
-            max_tokens=self.sampling.max_tokens - sent,
-            priority=self.priority,
-            age=age,
-            replay=attempt > 0,
-            avoid=avoid,
-        )
-
     def complete(self, output: list[int]) -> Finish | None:
-        """How the generation has ended if `output` is all of it, None if more must come."""
-        if output and output[-1] in self.sampling.stop_ids:
+        """How the generation has ended if `output` is all of it, None if more must come. One that asks for no token is
+        complete only when a group says so: it is the prefill that counts."""
+        if not output:
+            return None
+        if output[-1] in self.sampling.stop_ids:
             return Finish.STOP
         return Finish.LENGTH if len(output) >= self.sampling.max_tokens else None
 
@@ -57,7 +60,12 @@ class Attempt:
     cached: int = 0
     epoch: int = 0
 
-    def request(self, work: Work, age: float) -> Request:
+    @property
+    def incarnation(self) -> Incarnation:
+        """Whom it runs at; a group that had to join again while it ran goes on under a higher epoch."""
+        return self.grant.group, max(self.grant.epoch, self.epoch)
+
+    def request(self, work: Work, age: float, left: float | None) -> Request:
         """What the group gets."""
         return Request(
             id=work.id,
@@ -70,6 +78,8 @@ class Attempt:
             grant=self.grant.id,
             granted_blocks=self.grant.blocks,
             age=age,
+            left=left,
+            terms=work.terms,
         )
 
     def outcome(self, work: Work, finish: Finish, sent: int) -> Outcome:
@@ -80,10 +90,16 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Endurance:
-    """How much a request puts up with: deaths of groups while it ran there; other attempts that came to nothing;
-    seconds of waiting for a place at a stretch (`patience_s`) and in all, running included (`timeout_s`, None: any)."""
+    """How much a request puts up with. From its `deaths`-th death of a group that ran it on it runs alone, and one more
+    ends it; other attempts that come to nothing are bounded by `misses`. Seconds: of waiting for a place at a stretch,
+    outside the line (`patience_s`; a replay that has a deadline waits for as long as that), and in all, running
+    included, where the work names no time of its own (`timeout_s`, None: any). A place in the line is asked for again
+    every `confirm_s`, in case the coordinator has lost it unseen. In its first `grace_s` it does not take for an answer
+    that there is no group: a coordinator that was restarted knows them with their next reports only."""
 
     deaths: int = 2
     misses: int = 8
     patience_s: float = 120.0
     timeout_s: float | None = None
+    confirm_s: float = 20.0
+    grace_s: float = 5.0

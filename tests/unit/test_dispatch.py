@@ -12,7 +12,7 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.requests.work import Endurance
-from tests.inprocess import FAST, InProcessCluster, InProcessEngine, check, generation
+from tests.inprocess import FAST, LEASE_S, InProcessCluster, InProcessEngine, check, generation
 
 
 def run(case: Callable[[], Awaitable[None]], timeout_s: float = 20.0) -> None:
@@ -45,7 +45,7 @@ def test_requests_share_one_stream_per_group_and_one_call_per_tick() -> None:
                 assert calls["ack"] < 15
             await cluster.settled()
             await asyncio.sleep(5 * FAST.ack_s)
-            kept = [subscriber.outbox._backlogs for g in groups for subscriber in g.engine._subscribers.values()]
+            kept = [outbox._backlogs for g in groups for outbox in g.engine.outboxes()]
             assert kept == [{}, {}], "everything was acknowledged and forgotten"
             assert len(cluster.port.outcomes) == 40
 
@@ -54,7 +54,7 @@ def test_requests_share_one_stream_per_group_and_one_call_per_tick() -> None:
 
 def test_a_refusal_is_an_api_error_before_the_first_event() -> None:
     async def case() -> None:
-        async with InProcessCluster() as cluster:
+        async with InProcessCluster(Endurance(grace_s=0.05)) as cluster:
             with pytest.raises(ApiError) as nobody:
                 await cluster.generate("r1")
             assert (nobody.value.code, nobody.value.status, nobody.value.retry_after) == ("no_group", 503, 1.0)
@@ -204,7 +204,7 @@ def test_a_lapsed_lease_is_noticed_and_the_request_runs_again() -> None:
 def test_leases_are_renewed_while_a_request_runs() -> None:
     async def case() -> None:
         async with InProcessCluster() as cluster:
-            group = cluster.add("a", steps_s=0.02)  # 30 steps: three times the lease
+            group = cluster.add("a", steps_s=LEASE_S / 10)  # 30 steps: three times the lease
             check(await cluster.generate("r", 30, (7, 2)), 30, (7, 2))
             assert [key for key, _ in group.engine.accepted_keys] == [("r", 0)]
             assert cluster.port_to(group).calls["renew"] >= 10
@@ -250,10 +250,11 @@ def test_a_coordinator_that_is_away_for_a_moment_loses_nothing() -> None:
             waiting = asyncio.create_task(cluster.generate("r2", 20, (1, 2)))
             check(await running, 20, (1, 1))
             assert not cluster.port.outcomes
-            cluster.port.down = False
             check(await waiting, 20, (1, 2))
+            cluster.port.down = False
             await cluster.settled()
-            assert len(cluster.port.outcomes) == 2
+            await asyncio.sleep(1.0)  # all tries to tell it
+            assert len(cluster.port.outcomes) == 1, "who went without it has nothing to tell it"
 
     run(case)
 
@@ -283,20 +284,26 @@ def test_a_request_that_nothing_becomes_of_ends_in_time() -> None:
     run(case)
 
 
-def test_shutting_down_ends_what_runs_and_refuses_what_comes() -> None:
+@pytest.mark.parametrize("blocks", [512, 40], ids=["all run", "most wait"])
+def test_shutting_down_ends_what_runs_and_waits_and_refuses_what_comes(blocks: int) -> None:
     async def case() -> None:
-        cluster = InProcessCluster()
-        group = cluster.add("a", steps_s=0.001)
-        tasks = [asyncio.create_task(cluster.generate(f"r{n}", 500, (9, n))) for n in range(5)]
-        await asyncio.sleep(0.02)
-        await cluster.requests.aclose()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, ApiError) and result.code == "draining"
-        with pytest.raises(ApiError):
-            await cluster.generate("late")
-        await cluster.settled()
-        assert group.engine.idle and len(cluster.port.outcomes) == 5
-        await group.stop()
+        async with InProcessCluster() as cluster:
+            cluster.port.poll_s = 10.0
+            group = cluster.add("a", steps_s=0.001, blocks=blocks)
+            tasks = [asyncio.create_task(cluster.generate(f"r{n}", 500, (9, n))) for n in range(5)]
+            await asyncio.sleep(0.02)
+            waiting = cluster.coordinator.waiting
+            assert (waiting == 0) == (blocks == 512)
+            async with asyncio.timeout(2.0):
+                await cluster.requests.aclose()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, ApiError) and result.code == "draining"
+            with pytest.raises(ApiError):
+                await cluster.generate("late")
+            assert cluster.coordinator.waiting == 0
+            assert len(cluster.port.outcomes) == 5 - waiting and len(cluster.port.left) == waiting
+            await cluster.settled()
+            assert group.engine.idle
 
     run(case)
 

@@ -2,65 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from cluster.coordination.grants import Grant, Refusal
-from cluster.requests.machine import FAILED, TIMED_OUT, Phase, RequestMachine, moves
-from cluster.requests.work import Endurance, Work
+from cluster.coordination.grants import Refusal
+from cluster.requests import moves
+from cluster.requests.verdicts import FAILED, TIMED_OUT
+from cluster.requests.work import Endurance, Phase
+from tests.machine_bench import Bench
 from workers.plan import Finish, TokenEvent
-from workers.sequence import Sampling
-
-PROMPT = (1, 2, 3)
-
-
-class Bench:
-    """A machine with its actions collected; `now` moves by hand."""
-
-    def __init__(self, most: int = 4, stop: frozenset[int] = frozenset(), endurance: Endurance | None = None) -> None:
-        work = Work("r", PROMPT, Sampling(max_tokens=most, stop_ids=stop), "m", b"n")
-        self.machine = RequestMachine(work, endurance or Endurance())
-        self.now = 0.0
-        self.seen: list[moves.Action] = []
-        self.grants = itertools.count(1)
-
-    def feed(self, event: moves.Event) -> list[moves.Action]:
-        actions = list(self.machine.on_event(event, self.now))
-        self.seen += actions
-        return actions
-
-    def all(self, kind: type) -> list[object]:
-        return [action for action in self.seen if isinstance(action, kind)]
-
-    def grant(self, epoch: int = 1, group: str = "a") -> Grant:
-        name = f"{group}/{epoch}/{next(self.grants)}"
-        return Grant(name, "r", self.machine.attempt, group, epoch, f"at-{group}", 2, 5.0)
-
-    def place(self, epoch: int = 1, group: str = "a") -> Grant:
-        grant = self.grant(epoch, group)
-        self.feed(moves.Placed(grant))
-        return grant
-
-    def run(self, epoch: int = 1) -> Grant:
-        grant = self.place(epoch)
-        self.feed(moves.Submitted(self.machine.attempt))
-        return grant
-
-    def arrive(self, index: int, *tokens: int, finish: Finish | None = None, **rest: object) -> list[moves.Action]:
-        attempt = rest.pop("attempt", self.machine.attempt)
-        epoch = rest.pop("epoch", 1)
-        return self.feed(moves.Arrived(epoch, TokenEvent("r", attempt, index, tokens, finish, **rest)))  # type: ignore[arg-type]
-
-    @property
-    def end(self) -> moves.End:
-        (end,) = self.all(moves.End)
-        assert isinstance(end, moves.End)
-        return end
-
-    def closings(self) -> list[str]:
-        settled = [a.outcome.grant for a in self.seen if isinstance(a, moves.Settle)]
-        return settled + [a.grant for a in self.seen if isinstance(a, moves.Withdraw)]
 
 
 @pytest.fixture
@@ -199,7 +148,7 @@ def test_deaths_of_groups_that_never_ran_it_are_not_held_against_it() -> None:
     bench.feed(moves.Started())
     bench.place(group="a")
     bench.feed(moves.GroupLost("a", 1, gone=True))
-    assert bench.machine.deaths == 0 and bench.machine.phase is Phase.ASKING
+    assert bench.machine.history.deaths == 0 and bench.machine.phase is Phase.ASKING
 
 
 def test_nothing_is_asked_for_when_the_client_has_all_its_tokens() -> None:
@@ -242,7 +191,7 @@ def test_attempts_that_come_to_nothing_are_bounded() -> None:
         bench.now += 1.0
         bench.feed(moves.Ticked())
         bench.place()
-        bench.feed(moves.SubmitLost(bench.machine.attempt))
+        bench.feed(moves.SubmitLost(bench.machine.history.attempt))
     assert bench.end.refusal is not None and bench.end.refusal.code == FAILED
     assert len(bench.closings()) == 4
 
