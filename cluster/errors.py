@@ -9,6 +9,10 @@ import math
 from dataclasses import dataclass
 
 STATUS: dict[str, tuple[int, str]] = {
+    # Who asks.
+    "invalid_api_key": (401, "invalid_request_error"),
+    "model_not_allowed": (403, "invalid_request_error"),
+    "class_not_allowed": (403, "invalid_request_error"),
     # What the client sent.
     "invalid_json": (400, "invalid_request_error"),
     "invalid_value": (400, "invalid_request_error"),
@@ -30,9 +34,11 @@ STATUS: dict[str, tuple[int, str]] = {
     "draining": (503, "server_error"),
     "not_ready": (503, "server_error"),
     "aborted": (503, "server_error"),
+    "not_confirmed": (503, "server_error"),
     "timed_out": (504, "server_error"),
     # What went wrong on our side.
     "generation_failed": (500, "server_error"),
+    "poisoned_request": (500, "server_error"),
     "internal_error": (500, "server_error"),
 }
 """code -> (HTTP status, OpenAI's error type). The only place where the two meet."""
@@ -65,7 +71,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, at least 1, where there is something to wait for."""
+        """`Retry-After` in whole seconds, at least 1, where there is something to wait for; how to authenticate where
+        that is the matter (RFC 9110, section 11.6.1)."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}
@@ -77,9 +86,23 @@ def unsupported(field: str, instead: str) -> ApiError:
 
 
 def model_not_found(name: str, known: tuple[str, ...]) -> ApiError:
-    """The model is none of ours; names those that are."""
+    """The model is none of ours; names those that the client may use."""
     shown = name if len(name) <= 100 else name[:100] + "…"
-    return ApiError(f"The model '{shown}' does not exist. Served here: {', '.join(known)}.", "model_not_found", "model")
+    served = ", ".join(known) or "nothing that this API key may use"
+    return ApiError(f"The model '{shown}' does not exist. Served here: {served}.", "model_not_found", "model")
+
+
+def model_not_allowed(name: str, allowed: tuple[str, ...]) -> ApiError:
+    """The model is ours, but not for this tenant."""
+    message = f"This API key may not use the model '{name}'. It may use: {', '.join(allowed) or 'none'}."
+    return ApiError(message, "model_not_allowed", "model")
+
+
+def invalid_key(sent: bool) -> ApiError:
+    """No API key that counts; says how to send one. What was sent is never repeated."""
+    if sent:
+        return ApiError("The API key is not valid: it is unknown, revoked or expired.", "invalid_api_key")
+    return ApiError("No API key was sent. Send it as a header: Authorization: Bearer YOUR_KEY.", "invalid_api_key")
 
 
 def not_ready(reason: str) -> ApiError:

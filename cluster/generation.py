@@ -5,20 +5,29 @@ Tokens only: text, JSON and HTTP stay above, groups and grants below.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cluster.coordination.cards import SessionCopy
+from cluster.coordination.cards import GroupCard, SessionCopy
 from cluster.coordination.grants import Share
 from workers.plan import TokenEvent
 from workers.sequence import Priority, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """The most blocks that a session, and all of its tenant, may keep cached (None: no bound)."""
+
+    session_blocks: int | None = None
+    tenant_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
-    """One choice to generate. `id` is unique and ours, never the client's; `prompt` is not empty; `session` is the
-    client's own name for its conversation (a namespace is derived from it elsewhere), None when it gave none.
+    """One choice to generate. `id` is unique and ours, never the client's; `prompt` is not empty; `model` is the
+    model's canonical name; `session` is the client's own name for its conversation (a namespace is derived from it
+    elsewhere), None when it gave none.
 
     `urgency` orders the requests of a class, lower first, the tenant's ceiling applied. `timeout_s` is the deadline,
     counted from now (None: the server's default); `keep_s` how long the client wants its session's cache kept, as far
@@ -34,6 +43,7 @@ class Generation:
     urgency: int = 0
     timeout_s: float | None = None
     keep_s: float = 0.0
+    quota: Quota = Quota()
 
     @property
     def tenant(self) -> str:
@@ -75,6 +85,11 @@ class ModelCard:
     eos_ids: frozenset[int] = frozenset()
     revision: str = ""
 
+    def sized(self, groups: Iterable[GroupCard]) -> ModelCard:
+        """The same with the largest pool of those among `groups` that serve this model."""
+        pools = [group.blocks * group.block_size for group in groups if self.names[0] in group.models]
+        return replace(self, pool_tokens=max(pools, default=None))
+
 
 class Completer(Protocol):
     """The cluster, seen from a route."""
@@ -83,6 +98,11 @@ class Completer(Protocol):
         """Events of one generation, the last with `finish`. Raises ApiError before the first event when refused.
 
         Closing the generator, or cancelling the task that reads it, aborts the generation."""
+        ...
+
+    def ahead(self, id: str) -> int | None:
+        """How many stood before generation `id` in the waiting line when that was last told; None while it does not
+        stand there, or is not under way."""
         ...
 
     async def health(self) -> Health:

@@ -11,119 +11,153 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.generation import Generation, ModelCard
+from cluster.documents import DocumentError
+from cluster.generation import ModelCard
+from cluster.keys import KeyFile, read_secrets
 from cluster.links import CoordinatorLink, EngineLink
 from cluster.loopback import keep_on_loopback
-from cluster.namespaces import choose_scope, namespace
+from cluster.metrics import IngressMeter
+from cluster.namespaces import Namespaces
+from cluster.protocol.caller import Callers
 from cluster.protocol.routes import build_app
+from cluster.protocol.served import ServedModel
 from cluster.requests.dispatch import Requests
-from cluster.settings import IngressSettings
+from cluster.requests.work import Endurance
+from cluster.settings import CoordinatorSettings, IngressSettings, ModelSettings
+from cluster.tenants import Tenant
+from cluster.text.prefixes import Prefixes
+from cluster.text.public import read_public
 from cluster.text.tokenizer import Tokenizer
 from workers.models.spec import ModelSpec
 
 CAPACITY_S = 2.0
 """How often the size of the pools is looked up."""
-TENANTS = 1
-"""How many tenants there are: one, as long as there are no API keys."""
 
 log = logging.getLogger("ray.serve")
 
 
 @serve.ingress()
 class Ingress:
-    """One replica. `groups` is the handle that keeps the groups' deployment in the same application."""
+    """One replica. `groups` is the handle that keeps the groups' deployments in the same application."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: IngressSettings, config: str, version: str, groups: object = None
+        self, settings: IngressSettings, coordinator: CoordinatorSettings, version: str, groups: object = None
     ) -> None:
         keep_on_loopback()
         self._settings = settings
         self._version = version
         self._groups = groups
-        folder = Path(settings.model_dir)
-        self._tokenizer = await asyncio.to_thread(Tokenizer.read, folder)
-        self._card = _card(ModelSpec.read(folder), settings)
-        self._pool_tokens: int | None = None
-        self._coordinator = await CoordinatorLink.open(settings.service, config)
+        self._tokenizers = await asyncio.to_thread(_read_tokenizers, settings.models)
+        self._cards = {model.names[0]: _card(model) for model in settings.models}
+        self._unkeyed = _defaults(settings)
+        self._keys = await asyncio.to_thread(_open_keys, settings, self._unkeyed)
+        public = await asyncio.to_thread(_read_public, settings, self._tokenizers)
         name = f"{settings.service}-ingress-{uuid.uuid4().hex[:12]}"
+        self._coordinator = await CoordinatorLink.open(coordinator, name)
+        namespaces = Namespaces(
+            await self._secrets(),
+            {model.names[0]: model.revision for model in settings.models},
+            cache_scope=settings.cache_scope,
+            tenants=lambda: len(self._keys.ring.tenants) if self._keys else 1,
+            public=public,
+        )
         self._requests = Requests(
             self._coordinator,
             lambda address: EngineLink(address, name),
-            models=settings.model_names[:1],
-            namespace=_namespaces(settings, await self._secret()),
+            models=tuple(self._cards),
+            cache=namespaces.keys,
+            sessions=namespaces.of_session,
             clock=time.monotonic,
+            endurance=Endurance(timeout_s=settings.timeout_s),
+            meter=IngressMeter(settings.service),
         )
-        self._capacity = asyncio.create_task(self._follow_capacity())
+        self._watches = [asyncio.create_task(self._follow_capacity())]
+        if self._keys:
+            self._watches.append(asyncio.create_task(self._keys.watch()))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(
             self._requests,
-            self._tokenizer,
-            self.card,
+            [ServedModel(tokenizer, partial(self.card, name)) for name, tokenizer in self._tokenizers.items()],
+            callers=Callers(lambda: self._keys.ring if self._keys else None, time.time, self._unkeyed),
             version=self._version,
             body_limit=self._settings.body_limit,
+            comment_s=self._settings.comment_s,
         )
 
-    def card(self) -> ModelCard:
-        """What requests are checked against now."""
-        card = self._card
-        return ModelCard(
-            card.names, card.max_model_len, card.vocab_size, self._pool_tokens, card.eos_ids, card.revision
-        )
+    def card(self, model: str) -> ModelCard:
+        """What requests for the model of this canonical name are checked against now."""
+        return self._cards[model]
 
     async def modules(self, names: Sequence[str]) -> tuple[str, ...]:
         """Which of these modules this replica has loaded."""
         return tuple(name for name in names if name in sys.modules)
 
     async def __del__(self) -> None:
-        if "_capacity" in self.__dict__:
-            self._capacity.cancel()
+        if "_watches" in self.__dict__:
+            for watch in self._watches:
+                watch.cancel()
             await self._requests.aclose()
 
-    async def _secret(self) -> bytes:
-        if self._settings.secret_file:
-            return await asyncio.to_thread(Path(self._settings.secret_file).read_bytes)
-        return await self._coordinator.secret()
+    async def _secrets(self) -> tuple[bytes, ...]:
+        files = self._settings.secret_files
+        if files:
+            return await asyncio.to_thread(read_secrets, files)
+        return (await self._coordinator.secret(),)
 
     async def _follow_capacity(self) -> None:
-        """Keep the most that one request can hold in any group's pool up to date."""
+        """Keep the most that one request can hold in any group's pool up to date, model by model. The requests, too,
+        remember the groups that were seen here."""
         while True:
             try:
-                states = await self._coordinator.groups()
-                self._pool_tokens = max((state.card.blocks * state.card.block_size for state in states), default=None)
-            except ConnectionError as error:
-                log.warning("the size of the pools cannot be looked up: %s", error)
+                groups = [state.card for state in await self._requests.groups()]
+                self._cards = {name: card.sized(groups) for name, card in self._cards.items()}
+            except Exception as error:  # whatever it is: the next look may succeed
+                log.warning("the size of the pools cannot be looked up: %r", error)
             await asyncio.sleep(CAPACITY_S)
 
 
-def _card(spec: ModelSpec, settings: IngressSettings) -> ModelCard:
+def _card(model: ModelSettings) -> ModelCard:
+    spec = ModelSpec.read(Path(model.folder))
     own = spec.context_length
     return ModelCard(
-        names=settings.model_names,
-        max_model_len=min(settings.max_model_len or own, own),
+        names=model.names,
+        max_model_len=min(model.max_model_len or own, own),
         vocab_size=spec.vocab_size,
         eos_ids=frozenset(spec.eos_ids),
-        revision=settings.revision,
+        revision=model.revision,
     )
 
 
-def _namespaces(settings: IngressSettings, secret: bytes) -> Callable[[Generation], bytes]:
-    scope = choose_scope(settings.cache_scope, TENANTS)
+def _defaults(settings: IngressSettings) -> Tenant:
+    """Everybody, where there are no keys; and what a tenant has that says nothing else."""
+    return Tenant(
+        session_blocks=settings.session_blocks,
+        tenant_blocks=settings.tenant_blocks,
+        max_keep_s=settings.max_keep_s,
+    )
 
-    def derive(generation: Generation) -> bytes:
-        return namespace(
-            secret,
-            scope,
-            tenant=generation.tenant,
-            session=generation.session,
-            request=generation.id,
-            revision=settings.revision,
-        )
 
-    return derive
+def _read_tokenizers(models: Sequence[ModelSettings]) -> dict[str, Tokenizer]:
+    """By canonical name."""
+    return {model.names[0]: Tokenizer.read(Path(model.folder)) for model in models}
+
+
+def _open_keys(settings: IngressSettings, defaults: Tenant) -> KeyFile | None:
+    return KeyFile(Path(settings.keys_file), defaults) if settings.keys_file else None
+
+
+def _read_public(settings: IngressSettings, tokenizers: Mapping[str, Tokenizer]) -> dict[str, Prefixes]:
+    if not settings.public_file:
+        return {}
+    try:
+        return read_public(Path(settings.public_file).read_text(encoding="utf-8"), tokenizers)
+    except (DocumentError, OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"the public prompts in {settings.public_file} cannot be used: {error}") from error

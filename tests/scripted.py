@@ -12,8 +12,11 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from cluster.coordination.cards import SessionCopy
+from cluster.errors import ApiError
 from cluster.generation import Generation, GroupHealth, Health, ModelCard
 from cluster.protocol.routes import build_app
+from cluster.protocol.served import ServedModel
 from cluster.text.template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
 from workers.plan import Finish, TokenEvent
@@ -72,7 +75,8 @@ def says(text: str, finish: Finish = Finish.STOP, *, cached: int = 0, by: int = 
 
 
 class Scripted:
-    """A Completer. `seen` are the generations asked for, `closed` those left before their end, `finished` the rest."""
+    """A Completer. `seen` are the generations asked for, `closed` those left before their end, `finished` the rest.
+    `copies` are what it has of each (tenant, session), an ApiError instead is raised; `place` is that in the line."""
 
     def __init__(self, script: Script, health: Health | None = None) -> None:
         self.script = script
@@ -80,6 +84,8 @@ class Scripted:
         self.seen: list[Generation] = []
         self.closed: list[str] = []
         self.finished: list[str] = []
+        self.copies: dict[tuple[str, str], tuple[SessionCopy, ...] | ApiError] = {}
+        self.place: int | None = None
 
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenEvent, None]:
         self.seen.append(generation)
@@ -97,8 +103,22 @@ class Scripted:
         finally:
             (self.finished if whole else self.closed).append(generation.id)
 
+    def ahead(self, id: str) -> int | None:
+        return self.place
+
     async def health(self) -> Health:
         return self.state
+
+    async def session(self, tenant: str, session: str) -> tuple[SessionCopy, ...]:
+        copies = self.copies.get((tenant, session), ())
+        if isinstance(copies, ApiError):
+            raise copies
+        return copies
+
+    async def forget_session(self, tenant: str, session: str) -> int:
+        blocks = sum(copy.blocks for copy in await self.session(tenant, session))
+        self.copies.pop((tenant, session), None)
+        return blocks
 
 
 CARD = ModelCard(
@@ -112,7 +132,7 @@ CARD = ModelCard(
 
 def app_of(script: Script | Scripted, card: ModelCard = CARD, tokenizer: Tokenizer = TINY, **options: Any) -> FastAPI:
     completer = script if isinstance(script, Scripted) else Scripted(script)
-    return build_app(completer, tokenizer, lambda: card, **options)
+    return build_app(completer, [ServedModel(tokenizer, lambda: card)], **options)
 
 
 def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
@@ -135,10 +155,11 @@ def chat(app: FastAPI, **body: Any) -> httpx.Response:
 
 
 def events(answer: httpx.Response | bytes) -> list[Any]:
-    """A stream's events: JSON, and the string "[DONE]" for the end mark. Checks that each is framed as one."""
+    """A stream's events: JSON, and the string "[DONE]" for the end mark, without the comments between them. Checks that
+    each is framed as one."""
     text = (answer if isinstance(answer, bytes) else answer.content).decode("utf-8")
     assert text.endswith("\n\n")
-    blocks = text[:-2].split("\n\n")
+    blocks = [block for block in text[:-2].split("\n\n") if not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
 
@@ -169,7 +190,7 @@ class Call:
         self._whole = whole
         self._break_at = break_at
         self._left = asyncio.Event()
-        self._sent = 0
+        self.sent = 0
         self.read = 0
         self.writes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(buffer)
         given = {"content-type": "application/json"} | (headers or {})
@@ -199,8 +220,8 @@ class Call:
         return bytes((await self.writes.get())["body"])
 
     async def _send(self, message: Any) -> None:
-        self._sent += 1
-        if self._sent == self._break_at:
+        self.sent += 1
+        if self.sent == self._break_at:
             raise OSError("the socket is closed")
         await self.writes.put(message)
 

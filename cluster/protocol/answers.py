@@ -79,7 +79,7 @@ class Completion(BaseModel):
             CompletionChoice(index=choice.index, text=text, finish_reason=Reason(reason))
             for choice, text, reason in zip(choices, texts, reasons, strict=True)
         ]
-        return cls(id=id, created=created, model=choices[0].generation.model, choices=made, usage=Usage.of(choices))
+        return cls(id=id, created=created, model=choices[0].model, choices=made, usage=Usage.of(choices))
 
 
 class AssistantMessage(BaseModel):
@@ -118,7 +118,7 @@ class ChatCompletion(BaseModel):
             ChatChoice(index=choice.index, message=AssistantMessage(content=text), finish_reason=Reason(reason))
             for choice, text, reason in zip(choices, texts, reasons, strict=True)
         ]
-        return cls(id=id, created=created, model=choices[0].generation.model, choices=made, usage=Usage.of(choices))
+        return cls(id=id, created=created, model=choices[0].model, choices=made, usage=Usage.of(choices))
 
 
 class ChatDelta(BaseModel):
@@ -205,3 +205,9 @@ class ChatChunks(Chunks):
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + _encode(data).encode() + b"\n\n"
+
+
+def waiting(ahead: int | None) -> bytes:
+    """A comment among the events, which clients skip (WHATWG HTML, section 9.2.6). `ahead`: how many stand before it in
+    the line, where it stands in one."""
+    return b": waiting\n\n" if ahead is None else b": waiting, %d ahead\n\n" % ahead

@@ -18,6 +18,9 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_SESSION_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_TIMEOUT_S = 86_400.0
+MAX_KEEP_S = 30 * 86_400.0
+MAX_PRIORITY = 100
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for completions; a chat without `max_tokens` may fill the context."""
 
@@ -71,10 +74,58 @@ class StreamOptions(Frozen):
     include_usage: bool | None = None
 
 
-class Sampled(Frozen):
-    """What completions and chats share."""
+class Scheduled(Frozen):
+    """What every request for a model's work may say of how it is treated."""
 
     model: str
+    priority: (
+        Annotated[
+            int,
+            Field(
+                ge=-MAX_PRIORITY,
+                le=MAX_PRIORITY,
+                description="Lower is served first, as far as the API key may; the default is 0.",
+            ),
+        ]
+        | None
+    ) = None
+    service_tier: (
+        Annotated[
+            Literal["auto", "default", "flex", "scale", "priority"],
+            Field(description="flex: batch work, which waits behind, and gives way to, interactive requests."),
+        ]
+        | None
+    ) = None
+    timeout: (
+        Annotated[
+            float,
+            Field(
+                gt=0,
+                le=MAX_TIMEOUT_S,
+                allow_inf_nan=False,
+                description="Seconds until the answer must be complete; else it ends with the error timed_out.",
+            ),
+        ]
+        | None
+    ) = None
+    keep_alive: (
+        Annotated[
+            float,
+            Field(
+                ge=0,
+                le=MAX_KEEP_S,
+                allow_inf_nan=False,
+                description="Seconds for which the session's cache is kept after this request, as far as the API key "
+                "may; the service's own time if that is longer.",
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Sampled(Scheduled):
+    """What completions and chats share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -105,27 +156,30 @@ class Sampled(Frozen):
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
 
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    "maxItems": MAX_PROMPTS,
+                },
+            ]
+        }
+    ),
+]
+
+
 class CompletionRequest(Sampled):
     """POST /v1/completions. Several prompts give as many choices, `index` by prompt."""
 
-    prompt: Annotated[
-        tuple[Prompt, ...],
-        PlainValidator(_prompts),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_PROMPTS},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                        "maxItems": MAX_PROMPTS,
-                    },
-                ]
-            }
-        ),
-    ]
+    prompt: Prompts
 
 
 class TextPart(Frozen):
@@ -153,7 +207,18 @@ class Message(Frozen):
         return seen if self.name is None else seen | {"name": self.name}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(Sampled):
     """POST /v1/chat/completions. The assistant's turn is always a new one, also after an assistant's message."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
+
+
+class PrewarmRequest(Scheduled):
+    """POST /v1/sessions/{session}/prewarm: what a chat (`messages`) or what completions (`prompt`) will begin with.
+    Nothing is generated."""
+
+    messages: Messages | None = None
+    prompt: Prompts | None = None

@@ -30,6 +30,7 @@ SENTENCES = {
     "model_type": "must be an object",
     "dict_type": "must be an object",
     "literal_error": "must be {expected}",
+    "greater_than": "must be more than {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be an empty string",

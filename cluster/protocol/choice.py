@@ -29,11 +29,12 @@ class Delta:
 
 
 class Choice:
-    """What has come of one generation so far."""
+    """What has come of one generation so far. `model` is the name by which the client asked for its model."""
 
-    def __init__(self, index: int, generation: Generation, transcript: Transcript) -> None:
+    def __init__(self, index: int, generation: Generation, transcript: Transcript, model: str) -> None:
         self.index = index
         self.generation = generation
+        self.model = model
         self.cached = 0
         self._transcript = transcript
         self._seen = 0

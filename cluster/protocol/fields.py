@@ -1,7 +1,7 @@
 """Fields of OpenAI's and of vLLM's requests that would change the answer and that we do not serve: refused by name.
 
 Each stands here with the values that ask for nothing; null always does. Fields that change no token (`user`, `store`,
-`metadata`, `service_tier`, …) and unknown ones are ignored, as OpenAI ignores them.
+`metadata`, …) and unknown ones are ignored, as OpenAI ignores them.
 """
 
 from __future__ import annotations

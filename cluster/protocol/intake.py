@@ -10,13 +10,26 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cluster.errors import ApiError, model_not_found
-from cluster.generation import Generation, ModelCard
-from cluster.protocol.api import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Prompt, Sampled
+from cluster.errors import ApiError
+from cluster.generation import ModelCard
+from cluster.protocol.api import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    PrewarmRequest,
+    Prompt,
+    Sampled,
+    Scheduled,
+)
+from cluster.protocol.caller import Caller
 from cluster.protocol.choice import Choice
+from cluster.protocol.schedule import Schedule
+from cluster.protocol.served import ServedModels
 from cluster.text.tokenizer import Tokenizer
 from workers.sequence import Sampling
 
@@ -28,28 +41,55 @@ MESSAGE_CHARS = 16
 """What a chat message costs on top of its text, in the same measure."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """One request's model, as of now, and how the request is treated; `param` names the field that holds its prompt."""
+
+    tokenizer: Tokenizer
+    card: ModelCard
+    schedule: Schedule
+    param: str
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError (400) for one that is no token; a padded row of the model is none."""
+        above = min(self.card.vocab_size, self.tokenizer.vocabulary.size)
+        if ids and not (min(ids) >= 0 and max(ids) < above):
+            message = f"'{param}' holds a token id that is not in the vocabulary: they go from 0 to {above - 1}."
+            raise ApiError(message, "invalid_value", param)
+
+
 class Intake:
     """Makes the choices of a request, or refuses it."""
 
-    def __init__(self, tokenizer: Tokenizer, card: Callable[[], ModelCard], threads: int = 2) -> None:
-        self._tokenizer = tokenizer
-        self._card = card
+    def __init__(self, models: ServedModels, threads: int = 2) -> None:
+        self._models = models
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
 
-    async def completion(self, asked: CompletionRequest, session: str | None) -> list[Choice]:
+    async def completion(self, asked: CompletionRequest, caller: Caller) -> list[Choice]:
         """One choice per prompt."""
-        card = self._known(asked.model)
-        size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
-        prompts = await self.off_loop(size > SHORT, self._encoded, asked.prompt, card)
-        return self._choices("cmpl", prompts, DEFAULT_COMPLETION_TOKENS, asked, session, card)
+        desk = self._desk(asked, caller, "prompt")
+        prompts = await self._encoded(asked.prompt, desk)
+        return _choices(
+            "cmpl", asked, [(one, _sampling(asked, one, DEFAULT_COMPLETION_TOKENS, desk)) for one in prompts], desk
+        )
 
-    async def chat(self, asked: ChatRequest, session: str | None) -> list[Choice]:
+    async def chat(self, asked: ChatRequest, caller: Caller) -> list[Choice]:
         """One choice."""
-        card = self._known(asked.model)
-        messages = [message.fields() for message in asked.messages]
-        size = sum(MESSAGE_CHARS + len(message["content"]) for message in messages)
-        prompt = await self.off_loop(size > SHORT, self._tokenizer.encode_chat, messages, card.max_model_len)
-        return self._choices("chatcmpl", [prompt], None, asked, session, card)
+        desk = self._desk(asked, caller, "messages")
+        prompt = await self._rendered(asked.messages, desk)
+        return _choices("chatcmpl", asked, [(prompt, _sampling(asked, prompt, None, desk))], desk)
+
+    async def prewarm(self, asked: PrewarmRequest, caller: Caller) -> list[Choice]:
+        """One choice per prompt, each without a token to generate."""
+        if (asked.messages is None) == (asked.prompt is None):
+            raise ApiError("Send either 'messages' or 'prompt'.", "invalid_value", "messages")
+        if asked.messages is not None:
+            desk = self._desk(asked, caller, "messages")
+            prompts = [await self._rendered(asked.messages, desk)]
+        else:
+            desk = self._desk(asked, caller, "prompt")
+            prompts = await self._encoded(asked.prompt or (), desk)
+        return _choices("prewarm", asked, [(one, _no_sampling(one, desk)) for one in prompts], desk)
 
     async def off_loop(self, long: bool, work: Callable[..., Result], *arguments: object) -> Result:
         """`work(*arguments)`, in a thread when it takes `long`."""
@@ -57,60 +97,64 @@ class Intake:
             return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
 
-    def _known(self, model: str) -> ModelCard:
-        card = self._card()
-        if model not in card.names:
-            raise model_not_found(model, card.names)
-        return card
+    def _desk(self, asked: Scheduled, caller: Caller, param: str) -> _Desk:
+        tokenizer, card = self._models.pick(asked.model, caller.tenant)
+        return _Desk(tokenizer, card, Schedule.of(asked, caller), param)
 
-    def _encoded(self, prompts: Sequence[Prompt], card: ModelCard) -> list[tuple[int, ...]]:
-        return [self._tokenizer.encode(one, card.max_model_len) if isinstance(one, str) else one for one in prompts]
+    async def _encoded(self, prompts: Sequence[Prompt], desk: _Desk) -> list[tuple[int, ...]]:
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.off_loop(size > SHORT, _ids_of, prompts, desk)
 
-    def _check_ids(self, ids: Sequence[int], card: ModelCard, param: str) -> None:
-        above = min(card.vocab_size, self._tokenizer.vocabulary.size)  # a padded row of the model is no token
-        if ids and not (min(ids) >= 0 and max(ids) < above):
-            message = f"'{param}' holds a token id that is not in the vocabulary: they go from 0 to {above - 1}."
-            raise ApiError(message, "invalid_value", param)
+    async def _rendered(self, turns: Sequence[Message], desk: _Desk) -> tuple[int, ...]:
+        messages = [turn.fields() for turn in turns]
+        size = sum(MESSAGE_CHARS + len(message["content"]) for message in messages)
+        return await self.off_loop(size > SHORT, desk.tokenizer.encode_chat, messages, desk.card.max_model_len)
 
-    def _choices(
-        self,
-        kind: str,
-        prompts: Sequence[tuple[int, ...]],
-        default: int | None,
-        asked: Sampled,
-        session: str | None,
-        card: ModelCard,
-    ) -> list[Choice]:
-        param = "messages" if kind == "chatcmpl" else "prompt"
-        for prompt in prompts:
-            self._check_ids(prompt, card, param)
-        sampling = [self._sampling(asked, _most_tokens(asked, len(one), default, card, param), card) for one in prompts]
-        stops = tuple(asked.stop or ())
-        id = f"{kind}-{uuid.uuid4().hex}"
-        generations = [
-            Generation(f"{id}-{index}", prompt, one, asked.model, session or asked.prompt_cache_key or None)
-            for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
-        ]
-        return [Choice(index, one, self._tokenizer.transcript(stops)) for index, one in enumerate(generations)]
 
-    def _sampling(self, asked: Sampled, max_tokens: int, card: ModelCard) -> Sampling:
-        ids = asked.stop_token_ids or []
-        self._check_ids(ids, card, "stop_token_ids")
-        # A control token never shows in the text: spelled out as a stop string, it is found by its id.
-        spelled = [self._tokenizer.special_id(stop) for stop in asked.stop or ()]
-        stop_ids = {*ids, *(id for id in spelled if id is not None), *(() if asked.ignore_eos else card.eos_ids)}
-        top_k = asked.top_k or 0
-        top_p = 1.0 if asked.top_p is None else asked.top_p
-        temperature = 1.0 if asked.temperature is None else asked.temperature
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=temperature if top_p > 0 else 0.0,
-            top_k=top_k if 0 < top_k < card.vocab_size else 0,
-            top_p=top_p if top_p > 0 else 1.0,
-            min_p=asked.min_p or 0.0,
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
-            stop_ids=frozenset(stop_ids),
-        )
+def _ids_of(prompts: Sequence[Prompt], desk: _Desk) -> list[tuple[int, ...]]:
+    context = desk.card.max_model_len
+    return [desk.tokenizer.encode(one, context) if isinstance(one, str) else one for one in prompts]
+
+
+def _choices(
+    kind: str, asked: Scheduled, parts: Sequence[tuple[tuple[int, ...], Sampling]], desk: _Desk
+) -> list[Choice]:
+    stops = tuple(asked.stop or ()) if isinstance(asked, Sampled) else ()
+    keyed = asked.prompt_cache_key if isinstance(asked, Sampled) else None
+    id = f"{kind}-{uuid.uuid4().hex}"
+    made = []
+    for index, (prompt, sampling) in enumerate(parts):
+        generation = desk.schedule.generation(f"{id}-{index}", prompt, sampling, desk.card.names[0], keyed)
+        made.append(Choice(index, generation, desk.tokenizer.transcript(stops), asked.model))
+    return made
+
+
+def _sampling(asked: Sampled, prompt: Sequence[int], default: int | None, desk: _Desk) -> Sampling:
+    card, ids = desk.card, asked.stop_token_ids or []
+    desk.check_ids(prompt, desk.param)
+    desk.check_ids(ids, "stop_token_ids")
+    # A control token never shows in the text: spelled out as a stop string, it is found by its id.
+    spelled = [desk.tokenizer.special_id(stop) for stop in asked.stop or ()]
+    stop_ids = {*ids, *(id for id in spelled if id is not None), *(() if asked.ignore_eos else card.eos_ids)}
+    top_k = asked.top_k or 0
+    top_p = 1.0 if asked.top_p is None else asked.top_p
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    return Sampling(
+        max_tokens=_most_tokens(asked, len(prompt), default, card, desk.param),
+        temperature=temperature if top_p > 0 else 0.0,
+        top_k=top_k if 0 < top_k < card.vocab_size else 0,
+        top_p=top_p if top_p > 0 else 1.0,
+        min_p=asked.min_p or 0.0,
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
+        stop_ids=frozenset(stop_ids),
+    )
+
+
+def _no_sampling(prompt: Sequence[int], desk: _Desk) -> Sampling:
+    """For a prompt that is only computed. It must leave room for an answer, as one that is to be continued."""
+    desk.check_ids(prompt, desk.param)
+    _room_for(len(prompt), None, desk.card, desk.param)
+    return Sampling(max_tokens=0)
 
 
 def _most_tokens(asked: Sampled, prompt: int, default: int | None, card: ModelCard, param: str) -> int:
@@ -119,12 +163,18 @@ def _most_tokens(asked: Sampled, prompt: int, default: int | None, card: ModelCa
     if asked.max_completion_tokens not in (None, most):
         message = "'max_tokens' and 'max_completion_tokens' differ: send one of them."
         raise ApiError(message, "invalid_value", "max_completion_tokens")
+    room = _room_for(prompt, most, card, param)
+    return min(room, default or room) if most is None else most
+
+
+def _room_for(prompt: int, most: int | None, card: ModelCard, param: str) -> int:
+    """The most that an answer to so long a prompt may have, or ApiError (400)."""
     if prompt == 0:
         raise ApiError(f"'{param}' is empty: it has no tokens.", "invalid_value", param)
     room = _room(prompt, most, card.max_model_len, "the model's context", "context_length_exceeded", param)
-    if card.pool_tokens is not None:
-        room = min(room, _room(prompt, most, card.pool_tokens, "the cluster's KV cache", "never_fits", param))
-    return min(room, default or room) if most is None else most
+    if card.pool_tokens is None:
+        return room
+    return min(room, _room(prompt, most, card.pool_tokens, "the cluster's KV cache", "never_fits", param))
 
 
 def _room(prompt: int, most: int | None, limit: int, holder: str, code: str, param: str) -> int:

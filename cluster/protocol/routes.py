@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from cluster.errors import ApiError, model_not_found, not_ready
+from cluster.errors import ApiError, not_ready
 from cluster.generation import Completer, Health, ModelCard
 from cluster.protocol.answers import ChatCompletion, Completion
-from cluster.protocol.api import ChatRequest, CompletionRequest
+from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.caller import Callers
 from cluster.protocol.envelope import Envelope
 from cluster.protocol.generating import Generating
 from cluster.protocol.intake import Intake
-from cluster.protocol.openapi import ERRORS, describe, generating_route
-from cluster.text.tokenizer import Tokenizer
+from cluster.protocol.openapi import CLASS_HEADER, ERRORS, TIMEOUT_HEADER, describe, generating_route, taking
+from cluster.protocol.reader import Reader
+from cluster.protocol.served import ServedModel, ServedModels
+from cluster.protocol.sessions import Sessions
 
 BODY_LIMIT = 8 * 1024 * 1024
+COMMENT_S = 10.0
 HEALTH_PATIENCE_S = 2.0
 
 
@@ -54,45 +58,60 @@ class Version(BaseModel):
 
 def build_app(
     completer: Completer,
-    tokenizer: Tokenizer,
-    card: Callable[[], ModelCard],
+    models: Sequence[ServedModel],
     *,
+    callers: Callers | None = None,
     version: str = "0",
     body_limit: int = BODY_LIMIT,
     encoders: int = 2,
+    comment_s: float = COMMENT_S,
 ) -> FastAPI:
-    """The app of one ingress replica. `card` is asked at every request, because what the pools can hold changes;
-    `body_limit` is in bytes, `encoders` the number of threads that encode long prompts."""
+    """The app of one ingress replica. Without `callers` there are no API keys. `body_limit` is in bytes, `encoders` the
+    number of threads that encode long prompts; `comment_s` seconds of silence in a stream are followed by a comment."""
     app = FastAPI(title="Tidegate", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Envelope)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _http_error)
-    generating = Generating(completer, Intake(tokenizer, card, encoders), body_limit)
+    callers = callers or Callers(lambda: None, time.time)
+    served = ServedModels(models)
+    intake = Intake(served, encoders)
+    reader = Reader(callers, intake, body_limit)
+    generating = Generating(completer, intake, reader, comment_s)
     generating_route(app, "/v1/completions", generating.completions, CompletionRequest, Completion)
     generating_route(app, "/v1/chat/completions", generating.chat, ChatRequest, ChatCompletion)
-    _add_models(app, card)
+    _add_sessions(app, Sessions(completer, intake, reader))
+    _add_models(app, served, callers)
     _add_health(app, completer, version)
-    describe(app)
+    describe(app, callers.keyed)
     return app
 
 
-def _add_models(app: FastAPI, card: Callable[[], ModelCard]) -> None:
+def _add_sessions(app: FastAPI, sessions: Sessions) -> None:
+    """A session's name may hold slashes."""
+    path = "/v1/sessions/{session:path}"
+    about = {"parameters": [TIMEOUT_HEADER, CLASS_HEADER], "requestBody": taking(PrewarmRequest)}
+    app.post(f"{path}/prewarm", responses=ERRORS, openapi_extra=about)(sessions.prewarm)
+    app.get(path, responses=ERRORS)(sessions.show)
+    app.delete(path, responses=ERRORS)(sessions.forget)
+
+
+def _add_models(app: FastAPI, served: ServedModels, callers: Callers) -> None:
     created = int(time.time())
 
-    def shown(name: str) -> Model:
-        return Model(id=name, created=created, max_model_len=card().max_model_len)
+    def shown(name: str, card: ModelCard) -> Model:
+        return Model(id=name, created=created, max_model_len=card.max_model_len)
 
     @app.get("/v1/models", responses=ERRORS)
-    async def models() -> Models:
+    async def models(request: Request) -> Models:
         """The names that requests may use."""
-        return Models(data=[shown(name) for name in card().names])
+        tenant = callers.tenant(request.headers)
+        return Models(data=[shown(name, card) for name, card in served.allowed(tenant)])
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
-    async def model(model: str) -> Model:
+    async def model(model: str, request: Request) -> Model:
         """One of them."""
-        if model not in card().names:
-            raise model_not_found(model, card().names)
-        return shown(model)
+        _, card = served.pick(model, callers.tenant(request.headers))
+        return shown(model, card)
 
 
 def _add_health(app: FastAPI, completer: Completer, version: str) -> None:

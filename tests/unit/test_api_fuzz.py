@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+from urllib.parse import quote
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.protocol.api import ChatRequest, CompletionRequest
+from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.caller import Callers
 from cluster.protocol.fields import CHAT, COMPLETION, MESSAGE
-from tests.scripted import app_of, chat, complete, says
+from cluster.tenants import KeyRing, Tenant, hash_of
+from tests.scripted import app_of, chat, complete, says, send
 
 APP = app_of(says("the fox", by=2))
+RING = KeyRing.read(json.dumps({"tenants": [{"name": "t", "keys": [hash_of("key")]}]}), Tenant())
+KEYED = app_of(says("the fox"), callers=Callers(lambda: RING, lambda: 0.0))
 TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["tiny", "user", "text", "<|im_end|>", "fox"]))
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS)
 VALUES = st.recursive(
@@ -38,6 +44,19 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-(2**63), 2**63 - 1),
     "stop": st.lists(st.text("the fox", min_size=1, max_size=3), max_size=3),
 }
+SCHEDULED: dict[str, st.SearchStrategy[Any]] = {
+    "priority": st.integers(-100, 100),
+    "service_tier": st.sampled_from(["auto", "default", "flex", "scale", "priority"]),
+    "timeout": st.floats(0.001, 86_400),
+    "keep_alive": st.floats(0, 86_400),
+}
+HEADERS = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.one_of(st.text("0123456789.-+eE_naifbtchxrv ", max_size=9), st.text(max_size=9)).map(str.encode)
+        for name in ("x-session-id", "x-request-timeout", "x-priority-class", "authorization", "x-request-id")
+    },
+)
 PROMPTS = st.one_of(st.text(min_size=1, max_size=20), st.lists(st.integers(0, 319), min_size=1, max_size=9))
 
 
@@ -49,13 +68,31 @@ def check_answer(answer: Any) -> None:
         assert not any(word in error["message"] for word in ("Traceback", "pydantic", "instance of"))
 
 
-@given(bodies({*CompletionRequest.model_fields, *COMPLETION}, VALID | {"prompt": PROMPTS}))
+@given(bodies({*CompletionRequest.model_fields, *COMPLETION}, VALID | SCHEDULED | {"prompt": PROMPTS}))
 @settings(max_examples=400, deadline=None)
 def test_no_completion_request_is_a_server_error(body: dict[str, Any]) -> None:
     check_answer(complete(APP, **body))
 
 
-@given(bodies({*ChatRequest.model_fields, *CHAT}, VALID | {"messages": MESSAGES}))
+@given(bodies({*ChatRequest.model_fields, *CHAT}, VALID | SCHEDULED | {"messages": MESSAGES}))
 @settings(max_examples=400, deadline=None)
 def test_no_chat_request_is_a_server_error(body: dict[str, Any]) -> None:
     check_answer(chat(APP, **body))
+
+
+@given(
+    bodies({*PrewarmRequest.model_fields, *CHAT}, SCHEDULED | {"prompt": PROMPTS, "messages": MESSAGES}),
+    st.text(max_size=300),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_prewarming_of_any_session_is_a_server_error(body: dict[str, Any], session: str) -> None:
+    path = f"/v1/sessions/{quote(session.encode('utf-8', 'replace'), safe='')}/prewarm"
+    check_answer(send(APP, "POST", path, json={"model": "tiny"} | body))
+
+
+@given(HEADERS)
+@settings(max_examples=300, deadline=None)
+def test_no_header_is_a_server_error(headers: dict[str, Any]) -> None:
+    whole = {"model": "tiny", "prompt": "hi"}
+    check_answer(send(APP, "POST", "/v1/completions", json=whole, headers=headers))
+    check_answer(send(KEYED, "POST", "/v1/completions", json=whole, headers=headers))

@@ -11,6 +11,7 @@ import pytest
 
 from cluster.generation import Generation, ModelCard
 from cluster.protocol.routes import build_app
+from cluster.protocol.served import ServedModel
 from tests.scripted import CARD, END, TINY, Call, Scripted, app_of, chat, complete, ids, says, send
 from workers.sequence import Priority
 
@@ -144,12 +145,12 @@ def test_generations_are_named_by_us_and_carry_model_tenant_and_class() -> None:
     assert len(set(names)) == 4
     assert not any("mine" in name for name in names)
     first = completer.seen[0]
-    assert (first.model, first.tenant, first.priority) == ("alias/tiny", "default", Priority.INTERACTIVE)
+    assert (first.model, first.tenant, first.priority) == ("tiny", "default", Priority.INTERACTIVE)
 
 
 def test_the_card_is_asked_anew_at_every_request() -> None:
     cards = [ROOMY, replace(CARD, pool_tokens=20)]
-    app = build_app(Scripted(says("ok")), TINY, lambda: cards[0])
+    app = build_app(Scripted(says("ok")), [ServedModel(TINY, lambda: cards[0])])
     assert complete(app, prompt=[5] * 10, max_tokens=11).status_code == 200
     cards.reverse()
     assert complete(app, prompt=[5] * 10, max_tokens=11).status_code == 400

@@ -173,6 +173,8 @@ FAILURES = [
     (ApiError("Full.", "cluster_full", retry_after=2.2), 503, "cluster_full"),
     (ApiError("Too many.", "tenant_limit"), 429, "tenant_limit"),
     (ApiError("Never.", "never_fits"), 400, "never_fits"),
+    (ApiError("Late.", "timed_out"), 504, "timed_out"),
+    (ApiError("Poison.", "poisoned_request"), 500, "poisoned_request"),
     (ApiError("Odd.", "not in the table"), 500, "not in the table"),
     (RuntimeError("SECRET"), 500, "internal_error"),
     (Finish.ABORT, 503, "aborted"),
