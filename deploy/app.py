@@ -1,14 +1,16 @@
 """All wiring: from a config to a Serve application, and from there to a running service on this machine.
 
 `build` is the application builder for `serve deploy` and RayService (`import_path: deploy.app:build`; its `args` are
-the keys of ClusterConfig); `run` and `status` are what the command line does.
+the keys of ClusterConfig); `run`, `status` and `watching` are what the command line does.
 """
 
 # No `from __future__ import annotations` here: Serve looks at the builder's annotation, and must find the class itself.
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +18,69 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.actors import coordinator_services, find_coordinator, open_coordinator
-from cluster.bundles import Resources, group_bundles
+from cluster.actors import CoordinatorMissing, coordinator_services, find_coordinator, open_coordinator
+from cluster.bundles import group_bundles
 from cluster.coordination.cards import PROTOCOL
 from cluster.group import GroupOwner
 from cluster.ingress import Ingress
 from deploy.catalog import fingerprint, resolve
-from deploy.cluster import RayLink, connect_ray, recall, start_ray
-from deploy.config import ClusterConfig, ConfigError, Environment
+from deploy.cluster import Note, connect_ray, recall, start_ray
+from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback
+from deploy.files import file_faults
 from deploy.house import tidegate_version
 from deploy.machine import physical_cores, port_fault
+from deploy.room import Demand
+from deploy.sections import ModelSection
 from deploy.service import Plan, Service, ServiceError
+from deploy.settings import coordinator_settings, group_settings, ingress_settings
 from workers.models.spec import ModelSpec
 
 Progress = Callable[[str], None]
+Look = Callable[[], dict[str, Any]]
 
 SETTLING_S = 20.0
 """What a replica gets to stop beyond the time that running answers get to end."""
 EVERY_REQUEST = 1_000_000
 """More requests than one ingress replica will ever see at once: Serve must not queue before us."""
+_ANSWER_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 def build(args: ClusterConfig) -> serve.Application:
-    """The application of `args`; fetches the model first. Every node must see its folder under the same path."""
-    plan = make_plan(args, resolve(args.model, args.revision, log.info))
-    open_coordinator(args.service_name, plan.identity, replace=True)
+    """The application of `args`; fetches the models first. Every node must see their folders under the same paths.
+
+    Raises ConfigError where Serve's own proxy would let anybody in from elsewhere."""
+    if not args.api_keys_file and not is_loopback(host := _proxy_host()):
+        raise ConfigError(
+            f"Serve listens on {host}, and without keys everybody who reaches it could use the service: set "
+            "api_keys_file, or http_options.host: 127.0.0.1"
+        )
+    plan = make_plan(args, *folders_of(args, log.info))
+    open_coordinator(plan.coordinator, replace=True)
     return plan.application
 
 
-def run(config: ClusterConfig, model: Path, on_progress: Progress, *, address: str | None = None) -> Service:
-    """Bring `config` up on a Ray of our own on this machine (or on the one at `address`) and wait until it answers.
+def folders_of(config: ClusterConfig, on_progress: Progress) -> list[Path]:
+    """The folder of each model, fetched where need be. Raises ModelError."""
+    return [resolve(section.model, section.revision, on_progress) for section in config.sections]
+
+
+def run(
+    config: ClusterConfig, folders: Sequence[Path], on_progress: Progress, *, address: str | None = None
+) -> Service:
+    """Bring `config`, whose models lie in `folders`, up on a Ray of our own on this machine (or on the one at
+    `address`) and wait until it answers.
 
     `on_progress` gets "stage" or "stage: detail". Raises ConfigError when it cannot start as asked, ServiceError when
     it did not come up; nothing is left running then. The caller closes the service.
     """
-    _check(config, model)
+    check(config, folders)
     on_progress("starting Ray")
-    link = connect_ray(address) if address else start_ray(_run_dir() / "token")
-    service = Service(link, config.service_name, _run_dir())
+    link = connect_ray(address) if address else start_ray(run_dir() / "token")
+    service = Service(link, config.service_name, run_dir())
     try:
-        service.start(make_plan(config, model), on_progress)
+        service.start(make_plan(config, *folders), on_progress)
     except (ServiceError, RayError) as error:
         logs = service.abandon(keep_logs=True)
         raise ServiceError(f"{error}\nRay's logs are kept in {logs}" if logs else str(error)) from error
@@ -72,70 +95,113 @@ def status(address: str | None = None, *, service: str | None = None) -> dict[st
 
     Looks on the Ray at `address`, else for a service that runs on this machine. Raises ServiceError when none is found.
     """
-    link, url = _reach(address, service)
-    try:
+    with watching(address, service=service) as look:
+        return look()
+
+
+@contextmanager
+def watching(address: str | None = None, *, service: str | None = None, url: str | None = None) -> Iterator[Look]:
+    """A function that gives the `status` of now, as often as it is called, over one connection. It raises ServiceError
+    while the coordinator does not answer. `url`: of the service on this machine that answers there."""
+    if address:
+        link = connect_ray(address)
+    else:
+        note = _noted(service, url)
+        link, url = connect_ray(note.link.address, note.link.token), note.url
+        service = note.service
+
+    def look() -> dict[str, Any]:
         names = [service] if service else coordinator_services()
         if not names:
             raise ServiceError(f"no service runs on the Ray at {link.address}")
-        found: dict[str, Any] = ray.get(find_coordinator(names[0]).status.remote(), timeout=30)
+        try:
+            found = ray.get(find_coordinator(names[0]).status.remote(), timeout=_ANSWER_S)
+        except (CoordinatorMissing, RayError, TimeoutError) as error:
+            raise ServiceError(f"the coordinator of {names[0]} does not answer: {error}") from error
+        return {"service": names[0], "url": url, "services": names, **found}
+
+    try:
+        yield look
     finally:
         ray.shutdown()
-    return {"service": names[0], "url": url, "services": names, **found}
 
 
-def _reach(address: str | None, service: str | None) -> tuple[RayLink, str | None]:
-    if address:
-        return connect_ray(address), None
-    note = recall(_run_dir(), service)
+def _noted(service: str | None, url: str | None) -> Note:
+    note = recall(run_dir(), service, url)
     if note is None:
-        raise ServiceError("no service runs on this machine; start one with `tidegate serve`, or name a Ray's address")
-    return connect_ray(note.link.address, note.link.token), note.url
+        at = f" at {url}" if url else ""
+        raise ServiceError(
+            f"no service runs{at} on this machine; start one with `tidegate serve`, or name a Ray's address"
+        )
+    return note
 
 
-def make_plan(config: ClusterConfig, folder: Path) -> Plan:
-    """What to start for `config`. Needs a connection to Ray: what `device: auto` means depends on its nodes."""
+def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
+    """What to start for `config`, whose models lie in `folders`. Needs a connection to Ray: what `device: auto` means
+    depends on its nodes."""
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     cores = physical_cores()
-    revision = fingerprint(folder)
-    facts = (PROTOCOL, tidegate_version(), revision, config.model_dump_json())
-    identity = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    memory = _rank_memory(config, folder) if device == "cpu" else 0
-    bundles = group_bundles(
-        config.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
-    )
-    settings = config.group_settings(folder, revision, device=device, cores=cores)
-    group = _owners(config, bundles).bind(settings, config.service_name, identity, bundles, config.drain_s)
-    front = config.ingress_settings(folder, revision, Environment.read())
+    revisions = [fingerprint(folder) for folder in folders]
+    facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
+    coordinator = coordinator_settings(config, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
+    owners, demands = [], []
+    for name, section, folder, revision in zip(
+        deployment_names(config.sections), config.sections, folders, revisions, strict=True
+    ):
+        settings = group_settings(config, section, folder, revision, device=device, cores=cores)
+        memory = _rank_memory(section, folder) if device == "cpu" else 0
+        bundles = group_bundles(
+            section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
+        )
+        demand = Demand(tuple(bundles), section.groups, section.names[0])
+        owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
+        demands.append(demand)
+    front = ingress_settings(config, folders, revisions, Environment.read())
     return Plan(
-        application=_ingresses(config).bind(front, identity, tidegate_version(), group),
-        identity=identity,
+        application=_ingresses(config).bind(front, coordinator, tidegate_version(), owners),
+        coordinator=coordinator,
         host=config.host,
         port=config.port,
-        groups=config.groups,
-        bundles=tuple(bundles),
+        demands=tuple(demands),
         drain_s=config.drain_s + SETTLING_S,
     )
 
 
-def _check(config: ClusterConfig, model: Path) -> None:
-    """What can be known to fail before anything is started."""
+def deployment_names(sections: Sequence[ModelSection]) -> list[str]:
+    """A name for each model's deployment: "group" for the only one, else with number and model."""
+    if len(sections) == 1:
+        return ["group"]
+    words = (re.sub(r"[^A-Za-z0-9]+", "-", section.names[0]).strip("-") for section in sections)
+    return [f"group-{number}-{word}" for number, word in enumerate(words, 1)]
+
+
+def check(config: ClusterConfig, folders: Sequence[Path]) -> None:
+    """What can be known to fail before anything is started. Raises ConfigError."""
     if fault := port_fault(config.host, config.port):
         raise ConfigError(fault)
-    try:
-        ModelSpec.read(model).shards(config.tensor_parallel_size)
-    except ValueError as error:
-        raise ConfigError(f"{config.model} cannot be served: {error}") from error
+    if faults := file_faults(config, Environment.read()):
+        raise ConfigError("\n".join(faults))
+    for section, folder in zip(config.sections, folders, strict=True):
+        try:
+            ModelSpec.read(folder).shards(section.tensor_parallel_size)
+        except ValueError as error:
+            raise ConfigError(f"{section.model} cannot be served: {error}") from error
 
 
-def _owners(config: ClusterConfig, bundles: Sequence[Resources]) -> Any:
+def run_dir() -> Path:
+    """Where services that run on this machine leave a note."""
+    return Environment.read().cache / "run"
+
+
+def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
     return serve.deployment(
         GroupOwner,
-        name="group",
-        num_replicas=config.groups,
-        ray_actor_options=_replica_options(bundles[0]["CPU"]),
-        placement_group_bundles=list(bundles),
+        name=name,
+        num_replicas=demand.groups,
+        ray_actor_options=_replica_options(demand.bundles[0]["CPU"]),
+        placement_group_bundles=list(demand.bundles),
         placement_group_strategy="STRICT_PACK",
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
@@ -163,13 +229,19 @@ def _replica_options(cpus: float) -> dict[str, Any]:
     return {"num_cpus": cpus}
 
 
-def _rank_memory(config: ClusterConfig, folder: Path) -> int:
+def _rank_memory(section: ModelSection, folder: Path) -> int:
     """Bytes that one CPU rank asks Ray for: its share of the weights and its pool, where the pool's size is given."""
-    if config.kv_memory is None:
+    if section.kv_memory is None:
         return 0
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return config.kv_memory + weights // config.tensor_parallel_size
+    return section.kv_memory + weight_bytes(folder) // section.tensor_parallel_size
 
 
-def _run_dir() -> Path:
-    return Environment.read().cache / "run"
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights in `folder`."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _proxy_host() -> str:
+    """The address that Serve's proxies of this Ray cluster listen on."""
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    return str(ray.get(controller.get_http_config.remote(), timeout=_ANSWER_S).host)

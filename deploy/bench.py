@@ -22,15 +22,14 @@ import aiohttp
 from deploy.client import Client, Sample, ServerError, first_model
 from deploy.figures import Figures
 from deploy.prompts import Message, PromptError, Task, file_tasks, random_tasks, session_tasks
-
-Tick = Callable[[str, int, int], None]
-"""Called with (what runs, requests done, requests in all)."""
+from deploy.terminal import Tick
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What to ask, how often, how fast. `prompts` is "random", "shared-prefix", "multi-turn" or a JSONL file's path;
-    `levels` are clients at once, or requests per second when `open_loop`; lengths in words and tokens."""
+    `levels` are clients at once, or requests per second when `open_loop`; lengths in words and tokens; `key` is the API
+    key that all requests carry."""
 
     prompts: str = "random"
     requests: int = 32
@@ -45,6 +44,7 @@ class Load:
     seed: int = 0
     warmup: int = 1
     timeout_s: float = 900.0
+    key: str | None = None
 
     def tasks(self, level: int) -> tuple[Task, ...]:
         """The tasks of the level with that index; each level asks something new, so that no level finds the answers of
@@ -71,8 +71,8 @@ async def compare(load: Load, servers: Sequence[tuple[str, str | None]], tick: T
         clients = []
         for address, model in servers:
             url = address.rstrip("/").removesuffix("/v1")
-            name = model or await first_model(session, url)
-            clients.append(Client(session, url, name, load.max_tokens, load.ignore_eos))
+            name = model or await first_model(session, url, load.key)
+            clients.append(Client(session, url, name, load.max_tokens, load.ignore_eos, load.key))
         for client in clients:
             await _warm_up(client, load)
         figures = []

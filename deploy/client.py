@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,13 +40,16 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Requests to one server. `session` is an open aiohttp session, `url` has no trailing slash or /v1."""
+    """Requests to one server. `session` is an open aiohttp session, `url` has no trailing slash or /v1. `key` is an API
+    key, `fields` go into every body."""
 
     session: aiohttp.ClientSession
     url: str
     model: str
     max_tokens: int
     ignore_eos: bool = True
+    key: str | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     async def ask(self, step: Step, history: Sequence[Message] = (), session: str | None = None) -> Sample:
         """Send `step` (a chat step behind `history`) and read its stream. Never raises for what a server can do wrong:
@@ -66,6 +69,7 @@ class Client:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.fields,
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
@@ -77,7 +81,7 @@ class Client:
         self, step: Step, history: Sequence[Message], session: str | None, sample: Sample, sent: float
     ) -> None:
         address, body = self._request(step, history)
-        headers = {"x-session-id": session} if session else None
+        headers = authorization(self.key) | ({"x-session-id": session} if session else {})
         pieces: list[str] = []
         last_text = last = sent
         async with self.session.post(address, json=body, headers=headers) as response:
@@ -132,10 +136,17 @@ def _note_usage(sample: Sample, usage: dict[str, Any] | None) -> None:
     sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries an API key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+async def first_model(session: aiohttp.ClientSession, url: str, key: str | None = None) -> str:
     """The first model that `url` serves. Raises ServerError saying what is wrong with the server."""
     try:
-        async with session.get(f"{url}/v1/models") as response:
+        async with session.get(f"{url}/v1/models", headers=authorization(key)) as response:
+            if response.status == 401:
+                raise ServerError(f"{url} wants an API key (--key-file)")
             models = (await response.json())["data"] if response.status == 200 else []
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         reason = str(error) or repr(error)

@@ -57,10 +57,18 @@ class RayLink:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Where a service on this machine runs: its Ray, and its URL."""
+    """Where a service on this machine runs: its Ray, and its URL. `path` is the note's file; `pid` whose it is."""
 
+    service: str
     link: RayLink
     url: str
+    path: Path
+    pid: int
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the process that wrote it is there."""
+        return _lives(self.pid)
 
 
 def start_ray(token: Path, *, cpus: int | None = None) -> RayLink:
@@ -124,16 +132,22 @@ def remember(link: RayLink, run_dir: Path, service: str, url: str) -> Path:
     return note
 
 
-def recall(run_dir: Path, service: str | None = None) -> Note | None:
-    """The note of a live service on this machine: of `service`, or of any."""
-    for path in sorted(run_dir.glob(f"{service or '*'}.json")):
-        try:
-            found = json.loads(path.read_text())
-            if _lives(found["pid"]):
-                return Note(RayLink(**found["link"]), found["url"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # unreadable, or left by a process that is gone
+def recall(run_dir: Path, service: str | None = None, url: str | None = None) -> Note | None:
+    """The note of a live service on this machine: of `service`, of the one at `url`, or of any."""
+    for note in notes(run_dir):
+        if note.is_live and service in (None, note.service) and url in (None, note.url):
+            return note
     return None
+
+
+def notes(run_dir: Path) -> list[Note]:
+    """All notes that can be read, those of processes that are gone too."""
+    found = []
+    for path in sorted(run_dir.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable: none of ours, or half of one
+            note = json.loads(path.read_text())
+            found.append(Note(path.stem, RayLink(**note["link"]), str(note["url"]), path, int(note["pid"])))
+    return found
 
 
 def _local(home: Path, cpus: int | None) -> dict[str, Any]:
@@ -151,26 +165,39 @@ def _local(home: Path, cpus: int | None) -> dict[str, Any]:
 
 
 def _short_folder() -> Path:
-    system = tempfile.gettempdir()
-    parent = Path(system if len(system) + len("/tidegate-12345678/r") + _SOCKET_PART < _SOCKET_PATH else "/tmp")
+    parent = _parent()
     sweep(parent)
     home = Path(tempfile.mkdtemp(prefix="tidegate-", dir=parent))
     (home / _OWNER).write_text(str(os.getpid()))
     return home
 
 
+def _parent() -> Path:
+    """Where the folders of our Rays lie: the system's temporary folder, unless its path is too long for sockets."""
+    system = tempfile.gettempdir()
+    return Path(system if len(system) + len("/tidegate-12345678/r") + _SOCKET_PART < _SOCKET_PATH else "/tmp")
+
+
 def sweep(parent: Path) -> None:
     """Remove the folders of ours that processes left which were killed: those whose owner is gone."""
-    for owner in parent.glob(f"tidegate-*/{_OWNER}"):
+    for folder in abandoned(parent):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def abandoned(parent: Path | None = None) -> list[Path]:
+    """Folders of this user's Rays whose owner is gone."""
+    found = []
+    for owner in (parent or _parent()).glob(f"tidegate-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):
             if owner.stat().st_uid == os.getuid() and not _lives(int(owner.read_text())):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+                found.append(owner.parent)
+    return found
 
 
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True  # somebody else's, but there

@@ -1,7 +1,7 @@
 """ClusterConfig: everything an operator sets, checked at start. The only reader of environment variables.
 
-Knows neither Ray nor torch nor where weights come from. What goes down to a group or an ingress is a frozen settings
-value made here; the config itself stays in `deploy`.
+Knows neither Ray nor torch nor where weights come from. What goes down to a group, an ingress or the coordinator is a
+frozen settings value that `deploy.settings` makes of it; the config itself stays in `deploy`.
 """
 
 from __future__ import annotations
@@ -12,184 +12,145 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError, field_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, Field, StrictInt, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from cluster.settings import IngressSettings
 from deploy.document import Document, DocumentError
-from deploy.sizes import parse_size
-from workers.settings import GroupSettings
+from deploy.sections import (
+    DEFAULT_MODEL,
+    Count,
+    Fraction,
+    Ladder,
+    LadderSection,
+    LineSection,
+    ModelSection,
+    Names,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+)
 
-DEFAULT_MODEL = "smollm2-135m"
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-_BLOCK_SIZES = (16, 32, 64, 128)
+__all__ = ["DEFAULT_MODEL", "ClusterConfig", "ConfigError", "Environment", "child_environment", "is_loopback", "load"]
+
+_SECTIONS: dict[str, type[BaseModel]] = {"models": ModelSection, "line": LineSection, "ladder": LadderSection}
 
 
 class ConfigError(ValueError):
     """The config is refused; one line per fault: where, which key, what is wrong, what to write instead."""
 
 
-def _on_off(value: object) -> object:
-    """YAML reads a bare on/off as a boolean; quoted it stays text. Both are fine."""
-    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+class _MisplacedKey(PydanticCustomError):
+    """A fault of the whole that one key is to blame for."""
+
+    def __new__(cls, key: str, said: str) -> Self:
+        return super().__new__(cls, "misplaced", "{said}", {"said": said, "key": key})
 
 
-def _precision(value: object, supported: tuple[str, ...] = PRECISIONS) -> object:
-    name = _LONG_NAMES.get(value, value) if isinstance(value, str) else value
-    if name not in supported:
-        raise ValueError(f"{value!r} is not supported; supported: {', '.join(supported)}")
-    return name
+class ClusterConfig(ModelSection):
+    """One service: its models, the groups that run them, the ingress before them. Sizes are bytes after parsing.
 
-
-def _one_or_more(value: object) -> object:
-    """One name may stand without a list around it."""
-    return (value,) if isinstance(value, str) else value
-
-
-Count = Annotated[StrictInt, Field(ge=1)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Text = Annotated[str, Field(min_length=1)]
-Dtype = Annotated[str, BeforeValidator(_precision)]
-Switch = Annotated[bool, Field(strict=True), BeforeValidator(_on_off)]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more)]
-
-
-class ClusterConfig(BaseModel):
-    """One service: a model, the groups that run it, the ingress before them. Sizes are bytes after parsing.
-
-    `kv_memory` is per rank. `gpu_memory_utilization` is a share of each GPU, `cpu_memory_utilization` one of the
-    machine's memory over all groups; both hold weights, buffers and KV pool; `kv_memory` goes before them.
-    `threads` is per rank; None: one on a GPU, on a CPU the physical cores divided by all ranks.
+    One model stands in the keys of ModelSection at the top; several stand in `models`, and then none at the top.
+    `gpu_memory_utilization` is a share of each GPU, `cpu_memory_utilization` one of the machine's memory over all
+    groups; both hold weights, buffers and KV pool; `kv_memory` goes before them. Files are named, never their contents:
+    Serve shows an application's arguments to whoever asks it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
-
-    model: Text = DEFAULT_MODEL
-    revision: Text | None = None
-    served_model_names: Names = ()
+    models: tuple[ModelSection, ...] = ()
     service_name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "tidegate"
-
-    tensor_parallel_size: Count = 1
-    groups: Count = 1
     ingress_replicas: Count = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Dtype = "auto"
-    threads: Count | None = None
+    gpu_memory_utilization: Fraction = 0.9
+    cpu_memory_utilization: Fraction = 0.25
 
+    api_keys_file: Text | None = None
     allow_remote: Switch = False
     host: Text = "127.0.0.1"
     port: Annotated[StrictInt, Field(ge=1, le=65_535)] = 8000
     body_limit: Size = 8 * 2**20
+    request_timeout_s: Seconds = 600.0
+    stream_comment_s: Seconds = 10.0
     drain_s: Seconds = 30.0
+    step_timeout_s: Seconds = 60.0
+    flight_dir: Text | None = None
 
-    block_size: StrictInt = 32
-    kv_precision: Dtype = "auto"
-    kv_memory: Size | None = None
-    gpu_memory_utilization: Fraction = 0.9
-    cpu_memory_utilization: Fraction = 0.25
-    prefix_cache: Switch = True
-    session_ttl_s: Seconds = 300.0
     cache_scope: Literal["auto", "tenant", "session"] = "auto"
-    namespace_secret_file: Text | None = None
+    namespace_secret_file: Names = ()
+    public_prompts_file: Text | None = None
+    session_ttl_s: Seconds = 300.0
+    max_keep_alive_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
+    session_blocks: Count | None = None
+    tenant_blocks: Count | None = None
 
-    max_model_len: Count | None = None
-    max_num_seqs: Count = 64
-    max_num_batched_tokens: Count = 512
-    overlap: Annotated[StrictInt, Field(ge=1, le=2)] = 1
+    line: LineSection = LineSection()
+    ladder: Ladder = LadderSection()
 
-    @field_validator("served_model_names")
+    @field_validator("models")
     @classmethod
-    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(names)) != len(names):
-            raise ValueError(f"names a model twice: {', '.join(names)}")
-        return names
+    def _one_name_one_model(cls, models: tuple[ModelSection, ...]) -> tuple[ModelSection, ...]:
+        owners: dict[str, int] = {}
+        for index, section in enumerate(models):
+            for name in section.names:
+                if name in owners:
+                    raise ValueError(
+                        f"models.{index} answers to {name}, as models.{owners[name]} does; "
+                        "give them different served_model_names"
+                    )
+                owners[name] = index
+        return models
 
-    @field_validator("block_size")
+    @field_validator("namespace_secret_file")
     @classmethod
-    def _block_size(cls, size: int) -> int:
-        if size not in _BLOCK_SIZES:
-            raise ValueError(f"must be one of {', '.join(map(str, _BLOCK_SIZES))} tokens, got {size}")
-        return size
+    def _secrets_differ(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(files)) != len(files):
+            raise ValueError(f"names a file twice: {', '.join(files)}")
+        return files
 
     @field_validator("host")
     @classmethod
     def _host(cls, host: str, info: ValidationInfo) -> str:
-        if not is_loopback(host) and info.data.get("allow_remote") is False:
+        if is_loopback(host):
+            return host
+        if info.data.get("allow_remote") is False:
             raise ValueError(
-                f"{host} can be reached from other machines, and there are no API keys yet; "
-                "set allow_remote: true if that is meant, or use 127.0.0.1"
+                f"{host} can be reached from other machines; set allow_remote: true if that is meant, or use 127.0.0.1"
+            )
+        if "api_keys_file" in info.data and info.data["api_keys_file"] is None:
+            raise ValueError(
+                f"{host} can be reached from other machines, and without keys everybody there could use the service: "
+                "set api_keys_file (`tidegate keys new` makes a key), or use 127.0.0.1"
             )
         return host
 
-    @field_validator("max_num_batched_tokens")
-    @classmethod
-    def _step_budget(cls, tokens: int, info: ValidationInfo) -> int:
-        for key, why in (
-            ("block_size", "a step must be able to fill a block"),
-            ("max_num_seqs", "every running request takes one token of a step"),
-        ):
-            least = info.data.get(key)
-            if least is not None and tokens < least:
-                raise ValueError(f"must be at least {key} ({least}), got {tokens}: {why}")
-        return tokens
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        """`models` and the keys of a single model exclude each other."""
+        if not self.models and "models" in self.model_fields_set:
+            raise _MisplacedKey("models", "lists no model; leave the key out for a single one")
+        both = sorted(self.model_fields_set & set(ModelSection.model_fields)) if self.models else ()
+        if both:
+            others = f" ({', '.join(both[1:])} too)" if len(both) > 1 else ""
+            said = f"stands beside models; move it into those entries of models that it is meant for{others}"
+            raise _MisplacedKey(both[0], said)
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names clients may use: `served_model_names`, else the model's own (a folder's last part)."""
-        if self.served_model_names:
-            return self.served_model_names
-        is_path = self.model.startswith(("/", ".", "~"))
-        return (Path(self.model).expanduser().resolve().name if is_path else self.model,)
+        """The names clients may use, of all models."""
+        return tuple(name for section in self.models for name in section.names) or super().names
+
+    @property
+    def sections(self) -> tuple[ModelSection, ...]:
+        """One section per model, in whichever form they were given."""
+        return self.models or (self,)
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups together."""
-        return self.groups * self.tensor_parallel_size
-
-    def group_settings(self, model_dir: Path, revision: str, *, device: str, cores: int) -> GroupSettings:
-        """What each group is told. `device` is "cpu" or "cuda" (the caller has resolved "auto"); `cores` are the
-        physical cores of a node that its ranks share."""
-        on_gpu = device == "cuda"
-        return GroupSettings(
-            model_dir=str(model_dir),
-            model_names=self.names,
-            revision=revision,
-            tensor_parallel_size=self.tensor_parallel_size,
-            dtype=self.dtype,
-            kv_precision=self.kv_precision,
-            device=device,
-            block_size=self.block_size,
-            kv_memory=self.kv_memory,
-            memory_fraction=self.gpu_memory_utilization if on_gpu else self.cpu_memory_utilization / self.ranks,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            prefix_cache=self.prefix_cache,
-            session_ttl_s=self.session_ttl_s,
-            overlap=self.overlap,
-            threads=self.threads or (1 if on_gpu else max(1, cores // self.ranks)),
-        )
-
-    def ingress_settings(self, model_dir: Path, revision: str, environment: Environment) -> IngressSettings:
-        """What each ingress replica is told."""
-        return IngressSettings(
-            model_dir=str(model_dir),
-            model_names=self.names,
-            revision=revision,
-            service=self.service_name,
-            secret_file=self.namespace_secret_file or environment.namespace_secret_file,
-            cache_scope=self.cache_scope,
-            session_ttl_s=self.session_ttl_s,
-            body_limit=self.body_limit,
-            max_model_len=self.max_model_len,
-            drain_s=self.drain_s,
-        )
+        """Ranks of all groups of all models together."""
+        return sum(section.model_ranks for section in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +201,23 @@ def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Cl
 
 
 def _fault(document: Document, given: Iterable[str], fault: ErrorDetails) -> str:
-    key = str(fault["loc"][0]) if fault["loc"] else ""
-    where = f"--{key.replace('_', '-')}" if key in given else document.where(key)
-    path = ".".join(str(part) for part in fault["loc"])
+    place = tuple(str(part) for part in fault["loc"])
+    if fault["type"] == "misplaced":
+        place = (fault["ctx"]["key"],)
+    key = place[0] if place else ""
+    where = f"--{key.replace('_', '-')}" if key in given else document.where(*place)
+    path = ".".join(place)
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, ClusterConfig.model_fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(place[-1], _known_keys(place), n=1, cutoff=0.5)
         return f"{where}: {path}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    if fault["type"] == "misplaced":
+        return f"{where}: {path}: {fault['msg']}"
     if fault["type"] == "value_error":
         return f"{where}: {path}: {fault['ctx']['error']}"
     return f"{where}: {path}: {fault['msg'][:1].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+
+
+def _known_keys(place: tuple[str, ...]) -> Iterable[str]:
+    """The keys that may stand where the one at `place` stands."""
+    section = _SECTIONS.get(place[0], ClusterConfig) if len(place) > 1 else ClusterConfig
+    return section.model_fields

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import yaml
 
+Place = tuple[str, ...]
+"""The keys and list positions that lead to a value."""
+
 
 class DocumentError(ValueError):
     """The file cannot be read as one mapping; the message names file and line."""
@@ -15,11 +18,12 @@ class DocumentError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """`values` as YAML gives them; `lines` maps a top-level key to its line (from 1); `source` names the file."""
+    """`values` as YAML gives them; `lines` maps the path of a key or list entry, as in ("models", "0", "groups"), to
+    its line (from 1); `source` names the file."""
 
     source: str
     values: Mapping[str, object]
-    lines: Mapping[str, int]
+    lines: Mapping[Place, int]
 
     @classmethod
     def read(cls, path: Path) -> Document:
@@ -41,20 +45,31 @@ class Document:
             return cls(str(path), {}, {})
         if not isinstance(root, yaml.MappingNode) or not isinstance(values, dict):
             raise DocumentError(f"{path}:{root.start_mark.line + 1}: expected `key: value` lines")
-        lines = _lines(path, root)
+        lines: dict[Place, int] = {}
+        _note_lines(path, root, (), lines)
         return cls(str(path), {str(key): value for key, value in values.items()}, lines)
 
-    def where(self, key: str) -> str:
-        """ "file:line" of a top-level key, or the file alone for a key that is not in it."""
-        line = self.lines.get(key)
-        return f"{self.source}:{line}" if line else self.source
+    def where(self, *place: str) -> str:
+        """ "file:line" of the key at `place`, of what it stands in where it is not in the file itself, or the file
+        alone."""
+        for length in range(len(place), 0, -1):
+            if line := self.lines.get(place[:length]):
+                return f"{self.source}:{line}"
+        return self.source
 
 
-def _lines(path: Path, root: yaml.MappingNode) -> dict[str, int]:
-    lines: dict[str, int] = {}
-    for key_node, _ in root.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
-        if key in lines:
-            raise DocumentError(f"{path}:{line}: {key} stands here a second time; it was set on line {lines[key]}")
-        lines[key] = line
-    return lines
+def _note_lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
+    """Fill `lines` for everything below `node`, which stands at `place`."""
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            key = (*place, str(key_node.value))
+            line = key_node.start_mark.line + 1
+            if key in lines:
+                name = ".".join(key)
+                raise DocumentError(f"{path}:{line}: {name} stands here a second time; it was set on line {lines[key]}")
+            lines[key] = line
+            _note_lines(path, value, key, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*place, str(index)] = item.start_mark.line + 1
+            _note_lines(path, item, (*place, str(index)), lines)

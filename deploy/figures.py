@@ -17,6 +17,7 @@ class Spread:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @classmethod
@@ -25,7 +26,7 @@ class Spread:
         values = sorted(value * 1e3 for value in seconds)
         if not values:
             return None
-        return cls(sum(values) / len(values), *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
+        return cls(sum(values) / len(values), *(percentile(values, share) for share in (0.5, 0.9, 0.95, 0.99)))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

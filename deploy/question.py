@@ -17,6 +17,8 @@ from deploy.client import ServerError, events
 
 QUESTION = "What is a tide gate, in one sentence?"
 _TOKENS = 96
+KEY = "TIDEGATE_API_KEY"
+"""The variable that the printed lines take an API key from; we ourselves do not read it."""
 SHORT_ANSWER = 100
 """The limit in the lines to try: a small model may otherwise ramble on to the end of its context."""
 
@@ -51,18 +53,20 @@ def ask(url: str, model: str, question: str, console: Console) -> None:
     console.print(f"[dim]{tokens} tokens, over HTTP from {url}[/]\n", soft_wrap=True)
 
 
-def curl_line(url: str, model: str) -> str:
-    """A command that asks the service for a streamed chat answer."""
+def curl_line(url: str, model: str, *, keyed: bool = False) -> str:
+    """A command that asks the service for a streamed chat answer; `keyed`: with the API key in a variable."""
     messages = [{"role": "user", "content": "Name three rivers."}]
     body = {"model": model, "messages": messages, "max_tokens": SHORT_ANSWER, "stream": True}
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    key = f' -H "Authorization: Bearer ${KEY}"' if keyed else ""
+    return f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-def python_lines(url: str, model: str) -> str:
+def python_lines(url: str, model: str, *, keyed: bool = False) -> str:
     """The same with OpenAI's own client."""
+    key = f'os.environ["{KEY}"]' if keyed else '"none"'
     return (
-        "from openai import OpenAI\n"
-        f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
+        f"{'import os; ' if keyed else ''}from openai import OpenAI\n"
+        f'client = OpenAI(base_url="{url}/v1", api_key={key})\n'
         "for chunk in client.chat.completions.create(\n"
         f'    model="{model}", max_tokens={SHORT_ANSWER}, stream=True,\n'
         '    messages=[{"role": "user", "content": "Name three rivers."}],\n'
@@ -71,16 +75,17 @@ def python_lines(url: str, model: str) -> str:
     )
 
 
-def next_steps(url: str, model: str, command: str, console: Console) -> None:
-    """Print what to try next, with `command` as the way to call Tidegate; plain lines that can be copied."""
+def next_steps(url: str, model: str, command: str, console: Console, *, keyed: bool = False) -> None:
+    """Print what to try next, with `command` as the way to call Tidegate; plain lines that can be copied. `keyed`: the
+    service wants an API key."""
     console.print("Try next, in another terminal:", style="bold")
-    console.print(curl_line(url, model), markup=False, highlight=False, soft_wrap=True)
+    console.print(curl_line(url, model, keyed=keyed), markup=False, highlight=False, soft_wrap=True)
     console.print("\nor in Python (pip install openai):", style="bold")
-    console.print(python_lines(url, model), markup=False, highlight=False, soft_wrap=True)
+    console.print(python_lines(url, model, keyed=keyed), markup=False, highlight=False, soft_wrap=True)
     console.print(
         Panel(
             f"Serving [bold]{escape(model)}[/] at [bold]{url}[/]."
-            f"\n[bold]{command} status[/] shows it, [bold]{command} bench --url {url}[/] loads it.\n"
+            f"\n[bold]{command} status --watch[/] shows it, [bold]{command} bench --url {url}[/] loads it.\n"
             "Ctrl-C lets running answers end, then stops everything.",
             expand=False,
         )

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,9 +21,10 @@ from ray import serve
 from ray.actor import ActorHandle
 
 from cluster.actors import end_coordinator, open_coordinator
-from cluster.bundles import Resources, shortage
 from cluster.notices import Notice
+from cluster.settings import CoordinatorSettings
 from deploy.cluster import RayLink, logs_of, remember, stop_ray
+from deploy.room import Demand, lack
 
 Progress = Callable[[str], None]
 
@@ -41,16 +42,20 @@ class ServiceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: the application, whose `groups` groups take `bundles` each, behind host:port. `identity` tells
-    whether a coordinator that runs already belongs to it; stopping takes up to `drain_s`."""
+    """What to start: the application, whose groups are `demands`, behind host:port, and its coordinator; one that runs
+    already with other settings is replaced. Stopping takes up to `drain_s`."""
 
     application: serve.Application
-    identity: str
+    coordinator: CoordinatorSettings
     host: str
     port: int
-    groups: int
-    bundles: tuple[Resources, ...]
+    demands: tuple[Demand, ...]
     drain_s: float
+
+    @property
+    def groups(self) -> int:
+        """Groups of all models together."""
+        return sum(demand.groups for demand in self.demands)
 
 
 class Service:
@@ -77,10 +82,10 @@ class Service:
     def start(self, plan: Plan, say: Progress) -> None:
         """Start everything and return when a request would be answered. Raises ServiceError."""
         self._drain_s = plan.drain_s
-        if lack := shortage(plan.bundles, plan.groups, _nodes()):
-            raise ServiceError(f"there is no room: {lack}")
+        if short := lack(plan.demands, _nodes()):
+            raise ServiceError(f"there is no room: {short}")
         say("starting Serve")
-        coordinator = open_coordinator(self._name, plan.identity, replace=True)
+        coordinator = open_coordinator(plan.coordinator, replace=True)
         self._began_serve = True
         serve.start(proxy_location="HeadOnly", http_options={"host": plan.host, "port": plan.port})
         say("starting groups")
@@ -146,10 +151,11 @@ class Service:
         if application is not None and application.status == "DEPLOY_FAILED":
             raise ServiceError(_deployment_faults(application))
         if begun < plan.groups and waited > PLACE_S:
-            lack = shortage(plan.bundles, plan.groups - begun, _nodes(free=True))
+            free = _nodes(free=True)
+            short = filter(None, (lack([replace(demand, groups=1)], free) for demand in plan.demands))
             raise ServiceError(
                 f"{plan.groups - begun} of {plan.groups} groups found no place within {waited:.0f} s: "
-                f"{lack or 'Ray did not say why'}"
+                f"{next(short, 'Ray did not say why')}"
             )
 
     def _is_running(self) -> bool:

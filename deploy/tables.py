@@ -15,7 +15,7 @@ from deploy.sizes import format_size
 def figures_table(figures: Sequence[Figures]) -> Table:
     """Four lines per server and level: rates on the first; p50, p90 and p99 in milliseconds of the time to the first
     token, per output token after it, between chunks, and of the whole request."""
-    table = _table("Times in ms", "server", "load", "ok", "out tok/s", "req/s", "", "p50", "p90", "p99")
+    table = plain_table("Times in ms", "server", "load", "ok", "out tok/s", "req/s", "", "p50", "p90", "p99")
     table.columns[5].justify = "left"
     for row in figures:
         ok = f"{row.requests - row.failed}/{row.requests}"
@@ -52,12 +52,13 @@ def _spread(spread: Spread | None) -> list[str]:
 
 
 def status_tables(found: Mapping[str, Any]) -> list[Table]:
-    """Groups, ranks and models of a coordinator's status."""
+    """Groups, ranks, models and waiting lines of a coordinator's status."""
     groups = found.get("groups", [])
-    return [_groups_table(groups), _ranks_table(groups), _models_table(found)]
+    return [_groups_table(groups), _ranks_table(groups), _models_table(found), line_table(found)]
 
 
-def _table(title: str, *columns: str) -> Table:
+def plain_table(title: str, *columns: str) -> Table:
+    """An empty table as all of ours look: the first column to the left, the others to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
@@ -67,12 +68,17 @@ def _table(title: str, *columns: str) -> Table:
 def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     """Blocks of each pool by state, what runs and waits, cached sessions, and how old the news is."""
     blocks = ("blocks", "held", "cached", "free", "committed")
-    table = _table("Groups", "group", "state", "epoch", *blocks, "running", "waiting", "sessions", "reported")
-    for group in groups:
+    head = ("group", "model", "state", "level", "epoch")
+    table = plain_table("Groups", *head, *blocks, "running", "waiting", "sessions", "reported")
+    for column in (1, 2, 3):
+        table.columns[column].justify = "left"
+    for group in sorted(groups, key=lambda group: (group["models"], group["group"])):
         pool = group["pool"] or {}
         table.add_row(
             group["group"],
+            ", ".join(group["models"][:1]),
             group["state"],
+            group.get("level", "-"),
             str(group["epoch"]),
             f"{group['blocks']} × {group['block_size']}",
             *(str(pool.get(key, "-")) for key in ("held", "idle", "free")),
@@ -84,7 +90,7 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     """Each rank's process, device, threads and pool."""
-    table = _table("Ranks", "group", "rank", "pid", "node", "device", "threads", "KV pool")
+    table = plain_table("Ranks", "group", "rank", "pid", "node", "device", "threads", "KV pool")
     for group in groups:
         for rank in group["ranks"]:
             facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads"))
@@ -94,10 +100,31 @@ def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 def _models_table(found: Mapping[str, Any]) -> Table:
     """What is served, and what was refused."""
-    table = _table("Models", "model", "groups up", "output tokens/s", "grants open", "given", "refused")
+    table = plain_table("Models", "model", "groups up", "output tokens/s", "grants open", "given", "refused")
     grants, refused = dict(found.get("grants", {})), sum(found.get("refused", {}).values())
     given = grants.pop("given", 0)
+    aliases = {name for group in found.get("groups", ()) for name in group["models"][1:]}
     for name, model in found.get("models", {}).items():
+        if name in aliases:
+            continue
         up, rate = f"{model['up']}/{model['groups']}", f"{model['drained_tokens_per_s']:.1f}"
         table.add_row(name, up, rate, str(sum(grants.values())), str(given), str(refused))
     return table
+
+
+def line_table(found: Mapping[str, Any]) -> Table:
+    """Who waits, by model and class."""
+    table = plain_table("Waiting line", "model", "class", "requests", "tokens", "oldest", "tenants")
+    table.columns[1].justify = "left"
+    for model, line in found.get("line", {}).items():
+        for name, facts in line["classes"].items():
+            waiting = (str(facts["waiting"]), str(facts["tokens"]), age(facts["oldest_s"]))
+            table.add_row(model, name, *waiting, str(line["tenants"]))
+    return table
+
+
+def age(seconds: float | None) -> str:
+    """Seconds for people: "12.5 s", "3 min 4 s"."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"

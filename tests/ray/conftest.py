@@ -10,7 +10,7 @@ import pytest
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before anything imports ray
 
-from deploy.cluster import start_ray
+from deploy.cluster import start_ray, stop_ray
 from deploy.config import ClusterConfig
 from tests.ray.stage import Stage, free_port, processes, write_tiny_model
 
@@ -29,6 +29,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     yield stage
     if stage.service is not None:
         stage.service.close()
+    else:
+        stop_ray(stage.link)
     left = [process for process in processes()[1:] if "ray" in " ".join(process.cmdline())]
     assert not left, f"left behind: {left}"
 

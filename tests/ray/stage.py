@@ -41,7 +41,8 @@ class Stage:
             self.service = self.service or Service(self.link, config.service_name, self.run_dir)
             self.said.clear()
             self.shown = None
-            self.service.start(make_plan(config, Path(config.model)), self.said.append)
+            folders = [Path(section.model) for section in config.sections]
+            self.service.start(make_plan(config, *folders), self.said.append)
             self.shown = config
         return self
 

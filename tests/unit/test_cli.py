@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,13 +17,16 @@ from typer.testing import CliRunner
 import deploy
 from cluster.coordination.cards import GroupCard, RankCard
 from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.terms import CoordinatorTerms
+from cluster.tenants import KeyRing, Tenant
 from deploy.__main__ import cli
 from deploy.config import ClusterConfig
 from deploy.console import Stages
 from deploy.house import strangers
 from deploy.question import curl_line, python_lines
+from kvstore.store import PoolReport
 from tests.fake_server import FakeServer
-from workers.plan import GroupReport, PoolReport
+from workers.plan import GroupReport
 
 ROOT = Path(__file__).resolve().parents[2]
 runner = CliRunner()
@@ -45,7 +50,8 @@ def fake_app(monkeypatch: pytest.MonkeyPatch):
     app.services = []  # type: ignore[attr-defined]
 
     def start(url: str):
-        def run(config: ClusterConfig, model: Path, on_progress) -> Service:
+        def run(config: ClusterConfig, folders: list[Path], on_progress) -> Service:
+            assert len(folders) == len(config.sections)
             app.configs.append(config)
             on_progress("starting Ray")
             app.services.append(Service(url))
@@ -204,7 +210,8 @@ def test_the_readme_shows_the_two_commands() -> None:
 
 def test_status_shows_what_a_real_coordinator_says(fake_app) -> None:
     app = fake_app("")
-    app.status = lambda address: {"service": "tidegate", "url": "http://here:1", **a_status()}
+    found = {"service": "tidegate", "url": "http://here:1", **a_real_status()}
+    app.status = lambda address, service: found
     shown = runner.invoke(cli, ["status"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     for part in ("http://here:1", "g0", "up", "100 × 32", "4711", "72.0 MiB", "cpu", "smollm2-135m", "1/1"):
@@ -213,13 +220,130 @@ def test_status_shows_what_a_real_coordinator_says(fake_app) -> None:
     assert json.loads(as_json.stdout)["groups"][0]["group"] == "g0"
 
 
-def a_status() -> dict[str, object]:
+def test_status_watch_prints_frames_where_there_is_no_terminal(fake_app, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.watch.PERIOD_S", 0.01)
+    app, asked = fake_app(""), []
+
+    @contextmanager
+    def watching(address: str | None, *, service: str | None):
+        asked.append((address, service))
+        yield lambda: {"service": "tidegate", "url": "http://here:1", **a_real_status()}
+
+    app.watching = watching
+    shown = runner.invoke(cli, ["status", "--watch", "--frames", "3", "--address", "a", "--service", "s"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("http://here:1") == 3 and asked == [("a", "s")]
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["status", "--json"]])
+def test_status_without_a_service_is_a_message(fake_app, command: list[str]) -> None:
+    from deploy.service import ServiceError
+
+    def fail(*_: object, **__: object) -> None:
+        raise ServiceError("no service runs on this machine")
+
+    app = fake_app("")
+    app.status = app.watching = fail
+    done = runner.invoke(cli, command)
+    assert done.exit_code == 1 and done.stderr.startswith("tidegate: no service runs")
+
+
+def a_real_status() -> dict[str, Any]:
     """The status of a coordinator that one group has joined and reported to."""
     rank = RankCard(rank=0, pid=4711, node="here", threads=2, device="cpu", pool_bytes=72 * 2**20)
     card = GroupCard("g0", ("smollm2-135m",), "address", 100, 32, 8, 512, 4096, (rank,))
-    coordinator = Coordinator()
+    coordinator = Coordinator(CoordinatorTerms(), first_epoch=1, seed=0)
     epoch = coordinator.join(card, 0.0)
     pool = PoolReport(total=100, free=90, held=7, idle=3, dirty=0, block_size=32)
     report = GroupReport("g0", epoch, 1, 1, pool, committed=7, running=1, waiting=0, waiting_tokens=0)
     coordinator.report(report, 0.5)
     return coordinator.status(1.0)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_serve_starts_one_or_several_models(fake_app, tmp_path: Path, several: bool) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("models:\n  - model: a\n  - {model: b, groups: 2}\n" if several else "model: a\n")
+    app = fake_app("http://here:1")
+    done = runner.invoke(cli, ["serve", "--config", str(config)])
+    assert done.exit_code == 0, done.output
+    assert app.configs[0].names == (("a", "b") if several else ("a",))
+    refused = runner.invoke(cli, ["serve", "--config", str(config), "--groups", "3"])
+    assert (refused.exit_code == 1) == several
+    assert not several or "--groups: groups: stands beside models" in refused.stderr
+
+
+def test_serve_with_keys_asks_nothing_and_shows_how_to_send_one(fake_app, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("api_keys_file: /keys\n")
+    fake_app("http://here:1")
+    done = runner.invoke(cli, ["serve", "--config", str(config), "--first-question"])
+    assert done.exit_code == 0, done.output
+    assert '-H "Authorization: Bearer $TIDEGATE_API_KEY"' in done.stdout
+    compile(python_lines("http://here:1", "m", keyed=True), "<printed>", "exec")
+    asked = runner.invoke(cli, ["serve", "--config", str(config), "--ask", "why?"])
+    assert asked.exit_code == 1 and "wants API keys" in asked.stderr
+
+
+def test_a_new_key_opens_the_file_that_holds_its_hash() -> None:
+    key, digest = (line.split()[1] for line in runner.invoke(cli, ["keys", "new"]).stdout.splitlines())
+    ring = KeyRing.read(f"tenants: [{{name: a, keys: ['{digest}']}}]", Tenant())
+    found = ring.tenant_of(key, 0.0)
+    assert found is not None and found.name == "a"
+    assert runner.invoke(cli, ["keys", "hash"], input=f"{key}\n").stdout.strip() == digest
+    assert runner.invoke(cli, ["keys", "new"]).stdout.split()[1] != key
+
+
+def test_a_scenario_prints_its_phases_and_json(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options = ["--scenario", "overload", "--concurrency", "4", "--max-tokens", "8", "--key-file", str(key)]
+    with FakeServer() as server:
+        again = ["--vs", f"{server.url}#other", "--rounds", "2"]
+        done = runner.invoke(cli, ["bench", "--url", f"{server.url}#mine", *options, *again], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert [row["level"] for row in rows] == ["overload: interactive", "overload: batch"] * 4
+    assert [row["server"].partition("#")[2] for row in rows[::2]] == ["mine", "other"] * 2
+    assert {body["model"] for body in server.asked} == {"mine", "other"}
+    assert "secret" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--scenario", "overload", "--seconds", "3"], "--seconds: scenario overload has no such setting"),
+        (["--key-file", "/nowhere/key"], "/nowhere/key: cannot be read"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_refused(options: list[str], says: str) -> None:
+    done = runner.invoke(cli, ["bench", *options])
+    assert done.exit_code == 1 and says in done.stderr
+
+
+def test_a_probe_watches_the_service_at_the_targets_url(fake_app) -> None:
+    app, urls = fake_app(""), []
+
+    @contextmanager
+    def watching(address: str | None = None, *, service: str | None = None, url: str | None = None):
+        urls.append(url)
+        yield lambda: {"service": "tidegate", "url": url, **a_real_status()}
+
+    app.watching = watching
+    options = ["--scenario", "overload", "--concurrency", "2", "--max-tokens", "8", "--probe", "--json"]
+    with FakeServer() as server:
+        done = runner.invoke(cli, ["bench", "--url", server.url, "--model", "smollm2-135m", *options])
+    assert done.exit_code == 0, done.output
+    (note,) = json.loads(done.stdout.splitlines()[0])
+    assert urls == [server.url] and note["held"] == 0.07 and note["levels"] == {"normal": 1.0}
+
+
+@pytest.mark.parametrize(("command", "module"), [("coordinator", "coordination"), ("pairs", "coordination_ray")])
+def test_benchmarks_of_the_coordinator_are_loaded_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, command: str, module: str
+) -> None:
+    found = types.ModuleType(f"deploy.{module}")
+    found.run = lambda **options: types.SimpleNamespace(tables=list, as_json=lambda: options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"deploy.{module}", found)
+    done = runner.invoke(cli, ["bench", command])
+    assert done.exit_code == 0 and json.loads(done.stdout)

@@ -9,6 +9,7 @@ import yaml
 
 from deploy.config import ClusterConfig, ConfigError, Environment, child_environment, is_loopback, load
 from deploy.machine import physical_cores, port_fault
+from deploy.sections import ModelSection
 from deploy.sizes import format_size, parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +68,40 @@ def test_sizes_are_written_for_people() -> None:
         ("served_model_names: [a, b, a]", ["served_model_names", "twice"]),
         ("cache_scope: global", ["cache_scope", "'tenant'"]),
         ("model: ''", ["model", "at least 1 character"]),
+        ("api_keys_file: ''", ["api_keys_file", "at least 1 character"]),
+        ("public_prompts_file: 3", ["public_prompts_file", "valid string"]),
+        ("namespace_secret_file: [a, b, a]", ["namespace_secret_file", "twice"]),
+        ("namespace_secret_file: ['']", ["namespace_secret_file.0", "at least 1 character"]),
+        ("session_blocks: 0", ["session_blocks", "greater than or equal to 1"]),
+        ("tenant_blocks: -4", ["tenant_blocks", "greater than or equal to 1"]),
+        ("max_keep_alive_s: -1", ["max_keep_alive_s", "greater than or equal to 0"]),
+        ("request_timeout_s: 0", ["request_timeout_s", "greater than 0"]),
+        ("stream_comment_s: .inf", ["stream_comment_s", "86400"]),
+        ("step_timeout_s: soon", ["step_timeout_s", "valid number"]),
+        ("flight_dir: ''", ["flight_dir", "at least 1 character"]),
+        ("line: {requests: 0}", ["line.requests", "greater than or equal to 1"]),
+        ("line: {tokens: many}", ["line.tokens", "valid integer"]),
+        ("line: {aging_s: 0}", ["line.aging_s", "greater than 0"]),
+        ("line: {bypasses: -1}", ["line.bypasses", "greater than or equal to 0"]),
+        ("line: {bypass: 1}", ["line.bypass", "unknown key; did you mean bypass"]),
+        ("line: 7", ["line", "got 7"]),
+        ("ladder: {trim_up: 1.1}", ["ladder.trim_up", "less than or equal to 1"]),
+        ("ladder: {trim_down: 0.8}", ["ladder.trim_down", "must be below trim_up (0.8), got 0.8"]),
+        ("ladder: {shrink_up: 0.9}", ["ladder.shrink_down", "must be below shrink_up (0.9), got 0.95"]),
+        ("ladder: {refuse_down: 0.98}", ["ladder.refuse_down", "must be below refuse_up (0.97)"]),
+        ("ladder: {trim_up: 0.99}", ["ladder.refuse_up", "must be at least trim_up (0.99), got 0.97"]),
+        ("ladder: {refuse_down: 0.6}", ["ladder.refuse_down", "must be at least trim_down (0.7), got 0.6"]),
+        ("ladder: {dwell_up_s: -1}", ["ladder.dwell_up_s", "greater than or equal to 0"]),
+        ("ladder: {trim: 1}", ["ladder.trim", "unknown key; did you mean trim_"]),
+        ("ladder: maybe", ["ladder", "'maybe'"]),
+        ("models: []", ["models", "lists no model"]),
+        ("models: smollm2-135m", ["models", "valid tuple"]),
+        ("models: [{model: a}, {model: a}]", ["models", "models.1 answers to a, as models.0 does"]),
+        ("models: [{model: a}, {model: b, served_model_names: [c, a]}]", ["models.1 answers to a"]),
+        ("models: [{model: a, port: 1}]", ["models.0.port", "unknown key"]),
+        ("models: [{model: a, grops: 1}]", ["models.0.grops", "did you mean groups?"]),
+        ("models: [{model: a}, {model: b, groups: 0}]", ["models.1.groups", "greater than or equal to 1"]),
+        ("models: [{model: a, max_num_batched_tokens: 8}]", ["models.0.max_num_batched_tokens", "block_size (32)"]),
     ],
 )
 def test_a_bad_value_is_refused_with_line_path_and_hint(write, line: str, says: list[str]) -> None:
@@ -77,6 +112,26 @@ def test_a_bad_value_is_refused_with_line_path_and_hint(write, line: str, says: 
     assert all(part in message for part in says), message
     if not line.startswith("max_num_seqs"):  # that one shows in a key that the file leaves out
         assert message.startswith(f"{path}:2: ")
+
+
+def test_a_fault_in_a_section_is_named_by_its_own_line(write) -> None:
+    path = write("models:\n  - model: a\n\n  - model: b\n    groups: 0\nline:\n  tokens: 0\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"{path}:5: models.1.groups: ") and second.startswith(f"{path}:7: line.tokens: ")
+
+
+@pytest.mark.parametrize("key", sorted(ModelSection.model_fields))
+def test_a_key_of_one_model_beside_several_models_is_refused(write, key: str) -> None:
+    values = {"model": "x", "revision": "r", "served_model_names": "n", "dtype": "bf16", "kv_precision": "bf16"}
+    values |= {"kv_memory": "1MiB", "prefix_cache": "on", "block_size": "32", "max_num_batched_tokens": "512"}
+    path = write(f"models:\n  - model: a\n{key}: {values.get(key, 1)}\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert str(refused.value).startswith(f"{path}:3: {key}: stands beside models")
+    with pytest.raises(ConfigError, match=f"^--{key.replace('_', '-')}: "):
+        load(write("models:\n  - model: a\n"), {key: values.get(key, 1)} if key != "block_size" else {key: 32})
 
 
 def test_every_fault_is_told_at_once(write) -> None:
@@ -128,8 +183,24 @@ def test_long_dtype_names_mean_the_same(write) -> None:
     assert (config.dtype, config.kv_precision) == ("bf16", "fp32")
 
 
-def test_a_remote_host_is_allowed_when_asked_for(write) -> None:
-    assert load(write("host: 0.0.0.0\nallow_remote: true\n")).host == "0.0.0.0"
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("host: 0.0.0.0\n", "allow_remote: true"),
+        ("host: 0.0.0.0\napi_keys_file: /keys\n", "allow_remote: true"),
+        ("host: 0.0.0.0\nallow_remote: true\n", "set api_keys_file"),
+        ("host: '::'\nallow_remote: true\n", "set api_keys_file"),
+    ],
+)
+def test_a_remote_host_needs_both_keys_and_to_be_asked_for(write, text: str, says: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert str(refused.value).startswith(f"{path}:1: host: ") and says in str(refused.value)
+
+
+def test_a_remote_host_is_allowed_with_keys_when_asked_for(write) -> None:
+    assert load(write("host: 0.0.0.0\nallow_remote: true\napi_keys_file: /keys\n")).host == "0.0.0.0"
     assert [is_loopback(h) for h in ("127.0.0.1", "127.1.2.3", "::1", "localhost", "0.0.0.0", "::", "example")] == [
         *[True] * 4,
         *[False] * 3,
@@ -146,44 +217,6 @@ def test_names_default_to_the_models_own(tmp_path: Path) -> None:
     assert ClusterConfig(model="org/name").names == ("org/name",)
     assert ClusterConfig(model=str(tmp_path / "mine")).names == ("mine",)
     assert load(None, {"served_model_names": "x"}).names == ("x",)
-
-
-def test_group_settings_share_memory_and_cores_between_ranks() -> None:
-    config = load(None, {"groups": 2, "tensor_parallel_size": 2, "kv_memory": "72MiB", "prefix_cache": False})
-    cpu = config.group_settings(Path("/m"), "r", device="cpu", cores=9)
-    assert (cpu.threads, cpu.memory_fraction, cpu.kv_memory) == (2, 0.25 / 4, 72 * 2**20)
-    assert (cpu.model_dir, cpu.model_names, cpu.revision, cpu.prefix_cache) == ("/m", ("smollm2-135m",), "r", False)
-    gpu = config.group_settings(Path("/m"), "r", device="cuda", cores=9)
-    assert (gpu.threads, gpu.memory_fraction) == (1, 0.9)
-    assert config.group_settings(Path("/m"), "r", device="cpu", cores=1).threads == 1
-    assert load(None, {"threads": 5}).group_settings(Path("/m"), "r", device="cuda", cores=1).threads == 5
-
-
-def test_every_group_setting_comes_from_a_key() -> None:
-    """A key that is set must arrive: change each one that a group knows and look at what it is told."""
-    changed = {
-        "dtype": "fp32",
-        "kv_precision": "fp16",
-        "block_size": 64,
-        "kv_memory": 2**20,
-        "max_model_len": 77,
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 640,
-        "prefix_cache": False,
-        "session_ttl_s": 1.5,
-        "overlap": 2,
-        "tensor_parallel_size": 3,
-        "threads": 4,
-    }
-    settings = ClusterConfig(**changed).group_settings(Path("/m"), "", device="cpu", cores=1)
-    assert {key: getattr(settings, key) for key in changed} == changed
-
-
-def test_the_secret_is_named_never_held(tmp_path: Path) -> None:
-    outside = Environment(tmp_path, namespace_secret_file="/from/env")
-    assert ClusterConfig().ingress_settings(tmp_path, "r", outside).secret_file == "/from/env"
-    config = ClusterConfig(namespace_secret_file="/from/file")
-    assert config.ingress_settings(tmp_path, "r", outside).secret_file == "/from/file"
 
 
 def test_the_environment_is_read_in_one_place() -> None:

@@ -37,6 +37,7 @@ SHELLS = {
     "cluster.incarnation",
     "cluster.ingress",
     "cluster.links",
+    "cluster.metrics",
     "cluster.loopback",
     "cluster.protocol.routes",
     "cluster.text.template",

@@ -1,0 +1,185 @@
+"""The parts of the operator's config: what is set per model, the waiting line, the ladder; and the kinds of values.
+
+Pydantic checks each value where it stands. Knows no file, no environment and nothing of how a part is carried out; the
+defaults of line and ladder are those of `cluster.coordination.terms`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from cluster.coordination.terms import LineBounds, Thresholds
+from deploy.sizes import parse_size
+
+DEFAULT_MODEL = "smollm2-135m"
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_BLOCK_SIZES = (16, 32, 64, 128)
+_LINE = LineBounds()
+_LADDER = Thresholds()
+_NEVER = float("inf")
+
+
+def _on_off(value: object) -> object:
+    """YAML reads a bare on/off as a boolean; quoted it stays text. Both are fine."""
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _precision(value: object, supported: tuple[str, ...] = PRECISIONS) -> object:
+    name = _LONG_NAMES.get(value, value) if isinstance(value, str) else value
+    if name not in supported:
+        raise ValueError(f"{value!r} is not supported; supported: {', '.join(supported)}")
+    return name
+
+
+def _one_or_more(value: object) -> object:
+    """One name may stand without a list around it."""
+    return (value,) if isinstance(value, str) else value
+
+
+Count = Annotated[StrictInt, Field(ge=1)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Forecast = Annotated[float, Field(gt=0, le=2)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Text = Annotated[str, Field(min_length=1)]
+Dtype = Annotated[str, BeforeValidator(_precision)]
+Switch = Annotated[bool, Field(strict=True), BeforeValidator(_on_off)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more)]
+
+
+class Section(BaseModel):
+    """A frozen mapping without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """One model and the groups that run it. `kv_memory` is per rank. `threads` is per rank too; None: one on a GPU, on
+    a CPU the physical cores divided by the ranks of all models."""
+
+    model: Text = DEFAULT_MODEL
+    revision: Text | None = None
+    served_model_names: Names = ()
+
+    groups: Count = 1
+    tensor_parallel_size: Count = 1
+    dtype: Dtype = "auto"
+    threads: Count | None = None
+
+    block_size: StrictInt = 32
+    kv_precision: Dtype = "auto"
+    kv_memory: Size | None = None
+    prefix_cache: Switch = True
+
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 512
+    overlap: Annotated[StrictInt, Field(ge=1, le=2)] = 1
+
+    @field_validator("served_model_names")
+    @classmethod
+    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) != len(names):
+            raise ValueError(f"names a model twice: {', '.join(names)}")
+        return names
+
+    @field_validator("block_size")
+    @classmethod
+    def _block_size(cls, size: int) -> int:
+        if size not in _BLOCK_SIZES:
+            raise ValueError(f"must be one of {', '.join(map(str, _BLOCK_SIZES))} tokens, got {size}")
+        return size
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _step_budget(cls, tokens: int, info: ValidationInfo) -> int:
+        for key, why in (
+            ("block_size", "a step must be able to fill a block"),
+            ("max_num_seqs", "every running request takes one token of a step"),
+        ):
+            least = info.data.get(key)
+            if least is not None and tokens < least:
+                raise ValueError(f"must be at least {key} ({least}), got {tokens}: {why}")
+        return tokens
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names clients may use: `served_model_names`, else the model's own (a folder's last part)."""
+        if self.served_model_names:
+            return self.served_model_names
+        is_path = self.model.startswith(("/", ".", "~"))
+        return (Path(self.model).expanduser().resolve().name if is_path else self.model,)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of this model's groups together."""
+        return self.groups * self.tensor_parallel_size
+
+
+class LineSection(Section):
+    """The waiting line; what the keys mean stands at `LineBounds`."""
+
+    requests: Count = _LINE.requests
+    tokens: Count = _LINE.tokens
+    aging_s: Seconds = _LINE.aging_s
+    batch_s: Seconds = _LINE.batch_s
+    bypasses: Annotated[StrictInt, Field(ge=0)] = _LINE.bypasses
+    bypass_s: Seconds = _LINE.bypass_s
+
+    def bounds(self) -> LineBounds:
+        """The same for the coordinator."""
+        return LineBounds(**self.model_dump())
+
+
+class LadderSection(Section):
+    """The ladder's thresholds; what the keys mean stands at `Thresholds`. `enabled` off: it never goes up."""
+
+    enabled: Switch = True
+    trim_up: Fraction = _LADDER.trim_up
+    trim_down: Fraction = _LADDER.trim_down
+    shrink_up: Forecast = _LADDER.shrink_up
+    shrink_down: Forecast = _LADDER.shrink_down
+    refuse_up: Fraction = _LADDER.refuse_up
+    refuse_down: Fraction = _LADDER.refuse_down
+    dwell_up_s: Annotated[float, Field(ge=0, le=3600)] = _LADDER.dwell_up_s
+    dwell_down_s: Annotated[float, Field(ge=0, le=3600)] = _LADDER.dwell_down_s
+
+    @field_validator("trim_down", "shrink_down", "refuse_down")
+    @classmethod
+    def _below(cls, down: float, info: ValidationInfo) -> float:
+        """A level that goes up and down at the same place would flap."""
+        up_key = f"{(info.field_name or '').removesuffix('_down')}_up"
+        up = info.data.get(up_key)
+        if up is not None and down >= up:
+            raise ValueError(f"must be below {up_key} ({up:g}), got {down:g}")
+        return down
+
+    @field_validator("refuse_up", "refuse_down")
+    @classmethod
+    def _ordered(cls, value: float, info: ValidationInfo) -> float:
+        """Both trim and refuse look at what is held: the higher level must not begin, or end, below the lower one."""
+        lower_key = (info.field_name or "").replace("refuse", "trim")
+        lower = info.data.get(lower_key)
+        if lower is not None and value < lower:
+            raise ValueError(f"must be at least {lower_key} ({lower:g}), got {value:g}")
+        return value
+
+    def thresholds(self) -> Thresholds:
+        """The same for the coordinator."""
+        values: dict[str, float] = self.model_dump(exclude={"enabled"})
+        return Thresholds(**values if self.enabled else values | dict.fromkeys(_UPS, _NEVER))
+
+    @classmethod
+    def switched(cls, value: object) -> object:
+        """`ladder: off` is short for a section that is not enabled."""
+        plain = _on_off(value)
+        return {"enabled": plain} if isinstance(plain, bool) else value
+
+
+_UPS = ("trim_up", "shrink_up", "refuse_up")
+Ladder = Annotated[LadderSection, BeforeValidator(LadderSection.switched)]

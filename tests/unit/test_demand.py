@@ -1,0 +1,88 @@
+"""What a step asks for before it runs: more rows, tokens or context never ask for less."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from workers.demand import Demand
+from workers.plan import Draw, Row, StepPlan
+
+DEMAND = Demand(
+    hidden=576,
+    q_heads=9,
+    kv_heads=3,
+    head_dim=64,
+    inner=1536,
+    vocabulary=49_152,
+    item=2,
+    kv_item=2,
+    gather_slots=32_768,
+    scores=False,
+)
+
+
+def plan(*rows: tuple[int, int, bool]) -> StepPlan:
+    """Rows of (tokens, start, whether one is sampled)."""
+    return StepPlan(
+        1, tuple(Row((3,) * count, start, ((0,),), Draw() if draw else None) for count, start, draw in rows)
+    )
+
+
+def asked(step: StepPlan, demand: Demand = DEMAND) -> int:
+    return sum(demand.buffers(step))
+
+
+def test_a_step_without_rows_asks_for_nothing() -> None:
+    assert DEMAND.buffers(StepPlan(1, copy=((1, 2),), zero=(3,))) == ()
+
+
+def test_a_chunk_of_a_prompt_by_hand() -> None:
+    token = 2 * 3 * (576 + 1536) + 8 * 576 + 64 * (2 * (9 + 6) + 6 * 9)
+    index = 512 * 2 * 3 * 8
+    gather = 512 * 2 * 3 * 64 * (2 + 4)
+    assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather)
+    masked = DEMAND.buffers(plan((512, 512, False)))
+    assert masked == (512 * token, 2 * index + 512 * 1024 * 4, 2 * gather)
+
+
+def test_logits_come_when_attention_is_done() -> None:
+    few = plan(*((1, 10, True) for _ in range(8)))
+    assert DEMAND.buffers(few)[1:] == (8 * 49_152 * 16,)
+    many = plan(*((1, 8000, True) for _ in range(8)))
+    assert sum(DEMAND.buffers(many)[1:]) > 8 * 49_152 * 16
+    assert len(DEMAND.buffers(many)) == 4
+
+
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("scores", [False, True])
+def test_more_work_never_asks_for_less(seed: int, scores: bool) -> None:
+    dice = random.Random(seed)
+    demand = replace(DEMAND, scores=scores, kv_item=dice.choice([2, 4]), gather_slots=dice.choice([64, 4096]))
+    rows = [
+        (dice.choice([1, 1, 1, 40]), dice.randrange(0, 3000), dice.random() < 0.7) for _ in range(dice.randrange(1, 9))
+    ]
+    before = asked(plan(*rows), demand)
+    at = dice.randrange(len(rows))
+    count, start, draw = rows[at]
+    longer = [*rows[:at], (count, start + 64, draw), *rows[at + 1 :]]
+    assert asked(plan(*longer), demand) >= before
+    assert asked(plan(*rows, (1, 5, True)), demand) > before
+    assert asked(plan(*rows, (30, 100, False)), demand) > before
+
+
+def test_one_gather_is_bounded_however_many_rows_there_are() -> None:
+    narrow = replace(DEMAND, gather_slots=1000, vocabulary=1)
+    ten, hundred = (narrow.buffers(plan(*((1, 499, False) for _ in range(rows)))) for rows in (10, 100))
+    assert ten[2] == hundred[2] == 1000 * 2 * 3 * 64 * 6
+    assert hundred[1] == 10 * ten[1], "the index names every slot"
+
+
+def test_a_gpu_holds_the_scores_of_a_chunk_and_more_ranks_share_the_rest() -> None:
+    chunk = plan((512, 3584, False))
+    extra = asked(chunk, replace(DEMAND, scores=True)) - asked(chunk)
+    assert extra == 2 * 4 * 9 * 512 * 4096
+    half = replace(DEMAND, q_heads=5, kv_heads=2, inner=768)
+    assert asked(chunk, half) < asked(chunk)
