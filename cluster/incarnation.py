@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,11 +23,14 @@ from workers.actors import RankActor
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import RankFacts
 from workers.settings import GroupSettings
+from workers.stacks import RankState
 
 PLACE_S = 30.0
 """A rank whose process has not come up after so long is given up."""
-STALL_S = 120.0
-"""A rank 0 that does not answer for a report within so long counts as dead: no step takes that long."""
+FIRST_TOKEN_S = 60.0
+"""What the first step may take beyond what any may: threads and kernels warm up in it."""
+ANSWER_S = 1.5
+"""How long a rank may take to say where it is."""
 STOP_S = 10.0
 
 Say = Callable[[str], Awaitable[None]]
@@ -36,14 +40,20 @@ class CannotStart(RuntimeError):
     """The group did not come up; the message is for the operator."""
 
 
-class Incarnation:
-    """Use `start`. `name` is unique among incarnations, `card` what to tell the coordinator."""
+class NoProgress(Exception):
+    """The ranks live, but their steps do not end."""
 
-    def __init__(self, name: str, ranks: list[ActorHandle], facts: Sequence[RankFacts], card: GroupCard) -> None:
+
+class Incarnation:
+    """Use `start`. `name` is unique among incarnations, `card` what to tell the coordinator. A step that takes longer
+    than `step_s` is a hang."""
+
+    def __init__(self, name: str, ranks: list[ActorHandle], card: GroupCard, step_s: float) -> None:
         self.name = name
         self.card = card
-        self.facts = tuple(facts)
         self._ranks = ranks
+        self._step_s = step_s
+        self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         calls = [ranks[0].drive.remote(), *(rank.follow.remote() for rank in ranks[1:])]
         self._lives = [asyncio.wrap_future(call.future()) for call in calls]
 
@@ -56,12 +66,14 @@ class Incarnation:
         place: PlacementGroup,
         bundles: Sequence[Resources],
         say: Say,
+        *,
+        restarts: int = 0,
     ) -> Incarnation:
-        """Bring up the ranks in `place` (rank r in bundle r + 1) until one real token has come out. Raises CannotStart,
-        and leaves no rank behind then."""
+        """Bring up the ranks in `place` (rank r in bundle r + 1) until one real token has come out. `restarts` of the
+        group came before. Raises CannotStart, and leaves no rank behind then."""
         ranks = [_create(rank, name, settings, place, bundles[rank + 1]) for rank in range(len(bundles) - 1)]
         try:
-            return await cls._bring_up(group, name, settings, ranks, say)
+            return await cls._bring_up(group, name, settings, ranks, say, restarts)
         except BaseException as error:
             _kill(ranks)
             if isinstance(error, Exception) and not isinstance(error, CannotStart):
@@ -70,7 +82,7 @@ class Incarnation:
 
     @classmethod
     async def _bring_up(
-        cls, group: str, name: str, settings: GroupSettings, ranks: list[ActorHandle], say: Say
+        cls, group: str, name: str, settings: GroupSettings, ranks: list[ActorHandle], say: Say, restarts: int
     ) -> Incarnation:
         await say("starting processes")
         try:
@@ -83,7 +95,8 @@ class Incarnation:
         blocks = min(fact.blocks for fact in facts)
         await say("allocating the KV pool")
         await _all(rank.build.remote(blocks, group) for rank in ranks)
-        incarnation = cls(name, ranks, facts, _card(group, name, settings, facts, blocks))
+        card = _card(group, name, settings, facts, blocks, restarts)
+        incarnation = cls(name, ranks, card, settings.step_timeout_s)
         await say("generating a first token")
         await incarnation._warm_up()
         return incarnation
@@ -91,24 +104,47 @@ class Incarnation:
     async def _warm_up(self) -> None:
         """The first token, or the reason why a rank died before it."""
         token = asyncio.wrap_future(self._ranks[0].warm_up.remote().future())
-        await asyncio.wait([token, *self._lives], return_when=asyncio.FIRST_COMPLETED)
+        within = self._step_s + FIRST_TOKEN_S
+        done, _ = await asyncio.wait([token, *self._lives], timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise CannotStart(f"no first token came out within {within:.0f} s")
         for life in self._lives:
             if life.done():
                 raise CannotStart(reason(life.exception() or GroupDead("a rank stopped")))
         token.result()
 
-    async def end(self) -> BaseException | None:
-        """Wait until a rank has ended; what it ended with, None after `stop`."""
-        done, _ = await asyncio.wait(self._lives, return_when=asyncio.FIRST_COMPLETED)
-        return next((life.exception() for life in done if life.exception()), None)
+    async def end(self) -> str:
+        """Wait until a rank has ended or the group has been given up, and say why."""
+        done, _ = await asyncio.wait([*self._lives, self._verdict], return_when=asyncio.FIRST_COMPLETED)
+        if self._verdict in done:
+            return self._verdict.result()
+        causes = [reason(error) for life in done if (error := life.exception())]
+        return causes[0] if causes else "a rank stopped"
+
+    def give_up(self, why: str) -> None:
+        """Whatever the ranks do, this group counts as dead."""
+        if not self._verdict.done():
+            self._verdict.set_result(why)
+
+    async def examine(self) -> tuple[tuple[RankState | str, ...], str]:
+        """Where each rank is, or why it does not say; and what rank 0's flight recorder holds."""
+        states = [_answer(rank.state.remote()) for rank in self._ranks]
+        recording = _answer(self._ranks[0].recording.remote())
+        *found, lines = await asyncio.gather(*states, recording)
+        silent = isinstance(lines, Silence)
+        return tuple(str(state) if isinstance(state, Silence) else state for state in found), "" if silent else lines
 
     async def enter(self, epoch: int) -> None:
         """The coordinator has given this incarnation `epoch`: it takes subscribers from now on."""
         await self._ranks[0].enter.remote(epoch)
 
     async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
-        """Pass on the coordinator's last reply and fetch the news. TimeoutError when steps no longer advance."""
-        return await asyncio.wait_for(self._ranks[0].report.remote(limits, tuple(void), full), STALL_S)
+        """Pass on the coordinator's last reply and fetch the news. Rank 0 answers between two steps: NoProgress when
+        one takes too long."""
+        try:
+            return await asyncio.wait_for(self._ranks[0].report.remote(limits, tuple(void), full), self._step_s)
+        except TimeoutError:
+            raise NoProgress(f"no step ended within {self._step_s:.0f} s") from None
 
     async def drain(self) -> bool:
         """Refuse new requests; whether none is left."""
@@ -127,6 +163,10 @@ class Incarnation:
         for life in self._lives:
             life.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: killing is no news
         _kill(self._ranks)
+
+
+class Silence(str):
+    """Why a rank did not answer."""
 
 
 def reason(error: BaseException) -> str:
@@ -151,7 +191,9 @@ def _create(rank: int, name: str, settings: GroupSettings, place: PlacementGroup
     return options.remote(rank, settings)
 
 
-def _card(group: str, name: str, settings: GroupSettings, facts: Sequence[RankFacts], blocks: int) -> GroupCard:
+def _card(
+    group: str, name: str, settings: GroupSettings, facts: Sequence[RankFacts], blocks: int, restarts: int
+) -> GroupCard:
     return GroupCard(
         group=group,
         models=settings.model_names,
@@ -166,11 +208,21 @@ def _card(group: str, name: str, settings: GroupSettings, facts: Sequence[RankFa
             for fact in facts
         ),
         revision=settings.revision,
+        restarts=restarts,
     )
 
 
 async def _all(calls: Any) -> list[Any]:
     return await asyncio.gather(*calls)
+
+
+async def _answer(call: Any) -> Any:
+    try:
+        return await asyncio.wait_for(call, ANSWER_S)
+    except TimeoutError:
+        return Silence(f"no answer within {ANSWER_S:.1f} s")
+    except RayError as error:
+        return Silence(reason(error))
 
 
 async def _quietly(call: Any) -> None:

@@ -2,29 +2,82 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cluster.coordination.cards import GroupCard
+from cluster.coordination.cards import GroupCard, Reply
 from tests.shadow_engine import ShadowEngine
-from workers.plan import GroupDead
+from workers.plan import GroupDead, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tests.simulation import World
 
+POISON = 1000
+"""A token that no group survives."""
+
+
+class Watched:
+    """The shadow ranks of an engine, watched from outside the store: who wrote a block may read it, and whoever has the
+    public namespace's prompt; and a plan with POISON ends the group."""
+
+    def __init__(self, engine: ShadowEngine, seed: int) -> None:
+        self._engine = engine
+        self._ranks: Any = engine._group
+        self._owner: dict[int, bytes] = {}
+        self._seed = seed
+
+    def launch(self, plan: StepPlan) -> object:
+        if any(POISON in row.tokens for row in plan.rows):
+            raise GroupDead("a token was poison")
+        self._look(plan)
+        return self._ranks.launch(plan)
+
+    def wait(self, handle: object) -> StepResult:
+        result: StepResult = self._ranks.wait(handle)
+        return result
+
+    def _look(self, plan: StepPlan) -> None:
+        for source, target in plan.copy:
+            self._owner[target] = self._owner.get(source, b"")
+        for block in plan.zero:
+            self._owner.pop(block, None)
+        size = self._engine.block_size
+        parts = self._engine._scheduler._inflight[-1].parts
+        for row, part in zip(plan.rows, parts, strict=True):
+            request = part.sequence.request
+            shared = request.terms.public_tokens // size
+            for table in row.tables:
+                for place, block in enumerate(table):
+                    own = request.terms.public if place < shared else request.namespace
+                    if (place + 1) * size <= row.start:
+                        assert self._owner[block] == own, f"seed {self._seed}: a block is read across namespaces"
+                    elif place * size >= row.start:
+                        self._owner[block] = own
+
 
 class SimulatedGroup:
-    """Steps while there is work; reports about twice a second; joins again when the coordinator does not know it."""
+    """Steps while there is work; reports when the coordinator's last reply says so; joins again when it is unknown."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.address = f"at-{name}-{next(world.serial)}"
-        blocks = world.chance.choice((24, 48, 96))
-        self.engine = ShadowEngine(name=name, epoch=0, blocks=blocks, max_num_seqs=world.chance.choice((2, 4, 8)))
+        chance = world.chance
+        blocks = chance.choice((24, 48, 96))
+        self.engine = ShadowEngine(
+            name=name,
+            epoch=0,
+            blocks=blocks,
+            max_num_seqs=chance.choice((2, 4, 8)),
+            ttl=chance.choice((5.0, 60.0)),
+            depth=chance.choice((1, 2)),
+            short=lambda plan: plan.tokens > 1 and chance.random() < world.faults.short,
+        )
         engine = self.engine
+        engine._group = Watched(engine, world.seed)
         self.card = GroupCard(name, ("m",), self.address, blocks, engine.block_size, engine.max_num_seqs, 256, 512)
         self.stepping = False
-        self.void: tuple[str, ...] = ()
+        self.reply = Reply(True, 0)
         self.leaving = False
+        self.hanging = False
 
     @property
     def dead(self) -> bool:
@@ -34,7 +87,7 @@ class SimulatedGroup:
         if self.dead or self.leaving:
             return
         if self.world.coordinator_up:
-            self.engine.epoch = self.world.coordinator.join(self.card, self.world.now)
+            self.world.reach(lambda coordinator: self.engine.enter(coordinator.join(self.card, self.world.now)))
         else:
             self.world.after(0.5, self.join)
 
@@ -46,28 +99,38 @@ class SimulatedGroup:
 
     def step(self) -> None:
         self.stepping = False
-        if not self.dead and self.engine.turn(self.world.now):
+        if not self.dead and not self.hanging and self._turn():
             self.poke()
 
     def report(self) -> None:
+        if self.dead or self.hanging:
+            return
+        self.engine.obey(self.reply.limits, self.reply.void)
+        answer = self.engine.report()
+        if not self._turn():  # leases lapse even when there is nothing to do
+            self.poke()
         if self.dead:
             return
-        self.engine.obey(None, self.void)
-        answer = self.engine.report()
-        self.engine.turn(self.world.now)  # leases lapse even when there is nothing to do
         self.poke()
         report, world = answer.result(), self.world
-        world.call(lambda: world.coordinator.report(report, world.now), self._obey, lambda: None, coordinator=True)
-        world.after(world.chance.uniform(0.4, 0.6), self.report)
+        world.invariants.note_report(report)
+        world.ask_coordinator(lambda coordinator: coordinator.report(report, world.now), self._obey, lambda: None)
+        world.after(self.reply.beat_s * world.chance.uniform(0.8, 1.2), self.report)
 
-    def _obey(self, reply: object) -> None:
-        known, epoch, void = reply.known, reply.epoch, reply.void  # type: ignore[attr-defined]
-        if known:
-            self.void = void
-        elif not epoch:
+    def _turn(self) -> bool:
+        try:
+            return self.engine.turn(self.world.now)
+        except GroupDead:
+            self.world.trouble.end_group(self)
+            return False
+
+    def _obey(self, reply: Reply) -> None:
+        if reply.known:
+            self.reply = reply
+        elif not reply.epoch:
             self.join()
 
     def die(self) -> None:
-        self.engine.dead = GroupDead("crashed")
-        for subscriber in self.engine._subscribers.values():
-            subscriber.outbox.close()
+        self.engine.dead = self.engine.dead or GroupDead("crashed")
+        for outbox in self.engine._subscribers.outboxes:
+            outbox.close()

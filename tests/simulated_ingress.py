@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster.coordination.grants import Grant
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.grants import Grant, Incarnation, LineNews
+from cluster.requests.directory import Directory
 from cluster.requests.machine import RequestMachine, moves
 from workers.errors import CODE_NO_LEASE, EngineRefused
 from workers.outbox import Message, Outbox
@@ -15,12 +17,19 @@ if TYPE_CHECKING:
     from tests.simulation import SimulatedGroup, World
 
 
+POLL_S = 1.0
+"""How long a poll for news waits where nobody wakes it."""
+
+
 @dataclass(eq=False)
 class Job:
     machine: RequestMachine
     expected: tuple[tuple[int, ...], Finish]
     output: list[int] = field(default_factory=list)
     ended: bool = False
+    started_at: float = 0.0
+    submitted: bool = False
+    tried: set[Incarnation] = field(default_factory=set)
     alarm: float | None = None
 
 
@@ -104,16 +113,23 @@ class Stream:
 
 
 class SimulatedIngress:
+    """`acked` and `life` are those of the coordinator's last news; one ask for news is under way at a time."""
+
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.dead = False
         self.jobs: dict[str, Job] = {}
         self.streams: dict[str, Stream] = {}
+        self.acked = 0
+        self.life: int | None = None
+        self.polling = False
+        self.directory = Directory(None, lambda: world.now)  # type: ignore[arg-type]  # fed by learn_groups
+        world.after(POLL_S, self.poll)
 
     # -- machines -----------------------------------------------------------------------------------------------------
 
     def start(self, machine: RequestMachine, expected: tuple[tuple[int, ...], Finish]) -> None:
-        job = self.jobs[machine.work.id] = Job(machine, expected)
+        job = self.jobs[machine.work.id] = Job(machine, expected, started_at=self.world.now)
         self.feed(job, moves.Started())
 
     def leave(self, name: str) -> None:
@@ -142,14 +158,16 @@ class SimulatedIngress:
                 self.end(job, action)
             case moves.Place():
                 self.place(job, action)
+            case moves.Leave(request, attempt):
+                self.leave_line((request, attempt))
             case moves.Submit(grant, request):
                 self.submit(job, grant, request)
             case moves.Abort(grant):
                 self.abort(grant)
             case moves.Settle(outcome):
-                self.close(outcome.grant, lambda: self.world.coordinator.settle([outcome], self.world.now))
+                self.close(outcome.grant, lambda c: c.settle([outcome], self.world.now))
             case moves.Withdraw(name):
-                self.close(name, lambda: self.world.coordinator.withdraw([name], self.world.now))
+                self.close(name, lambda c: c.withdraw([name], self.world.now))
             case moves.Wake(at):
                 job.alarm = at
                 if at is not None:
@@ -173,7 +191,7 @@ class SimulatedIngress:
         if end.event is not None:
             self.show(job, end.event.index, end.event.tokens)
         job.ended = True
-        how = self.world.ends[name] = end_name(end)
+        how = self.world.ends[name] = job.machine.fault or end_name(end)
         if how in FINISHED:
             assert (tuple(job.output), how) == (job.expected[0], job.expected[1].value), f"seed {self.world.seed}"
         del self.jobs[name]
@@ -183,27 +201,85 @@ class SimulatedIngress:
     def place(self, job: Job, place: moves.Place) -> None:
         world, ask = self.world, place.ask
 
-        def work() -> object:
-            (answer,) = world.coordinator.place([ask], world.now)
-            if isinstance(answer, Grant):
-                world.note_grant(world.coordinator_life, answer)
+        def work(coordinator: Coordinator) -> object:
+            (answer,) = coordinator.place(self.name, [ask], world.now)
+            world.note_answer(answer)
             return answer
 
+        def answer(placed: Any) -> None:
+            job.tried.clear()
+            self.feed(job, moves.Placed(placed))
+
         def lost() -> None:
+            grant = self.directory.grant(ask, job.tried)
+            if grant is not None:
+                self.feed(job, moves.Placed(grant))
+                return
+            job.tried.clear()
             self.feed(job, moves.AskLost(ask.attempt))
 
-        world.call(work, lambda answer: self.feed(job, moves.Placed(answer)), lost, coordinator=True)  # type: ignore[arg-type]
+        world.ask_coordinator(work, answer, lost)
+
+    def learn_groups(self) -> None:
+        """What the coordinator says of its groups now and then, for when it is away."""
+        if self.world.coordinator_up:
+            self.directory._states = self.world.coordinator.groups(self.world.now)
+            self.directory._learned_at = self.world.now
+
+    def leave_line(self, key: tuple[str, int]) -> None:
+        self.insist(lambda coordinator: coordinator.leave_line([key], self.world.now), 5)
+
+    def wake(self) -> None:
+        """The coordinator has news: the poll that waits there comes back."""
+        if not self.polling:
+            self.world.after(0.0005, self.ask_news)
+
+    def poll(self) -> None:
+        if not self.dead:
+            self.learn_groups()
+            self.ask_news()
+            self.world.after(POLL_S, self.poll)
+
+    def ask_news(self) -> None:
+        if self.polling or self.dead:
+            return
+        self.polling = True
+        world, acked = self.world, self.acked
+        world.ask_coordinator(lambda c: c.news(self.name, acked, world.now), self.take_news, self.lose_line)
+
+    def take_news(self, news: LineNews) -> None:
+        self.polling = False
+        if self.dead:
+            return
+        if news.life != self.life:
+            self.acked = 0
+            self.lose_line()  # at the first life, too: tickets of one before may have been lost
+        self.life = news.life
+        for answer in news.answers:
+            job = self.jobs.get(answer.request)
+            if job is not None:
+                self.feed(job, moves.Placed(answer))
+            elif isinstance(answer, Grant):
+                self.insist(lambda c, name=answer.id: c.withdraw([name], self.world.now), 5)
+        self.acked = max(self.acked, news.number) if news.life == self.life else news.number
+
+    def lose_line(self) -> None:
+        self.polling = False
+        for job in tuple(self.jobs.values()):
+            self.feed(job, moves.LineLost())
 
     def close(self, grant: str, work: Any) -> None:
-        assert grant not in self.world.closed, f"seed {self.world.seed}: grant {grant} closed twice"
-        self.world.closed.add(grant)
+        self.world.invariants.note_closed(grant)
         self.insist(work, 5)
 
     def insist(self, work: Any, tries: int) -> None:
         if tries and not self.dead:
-            self.world.call(work, lambda _: None, lambda: self.insist(work, tries - 1), coordinator=True)
+            self.world.ask_coordinator(work, lambda _: None, lambda: self.insist(work, tries - 1))
 
     def submit(self, job: Job, grant: Grant, request: Any) -> None:
+        if not job.submitted:
+            job.submitted = True
+            self.world.waited[job.machine.work.priority].append(self.world.now - job.started_at)
         group = self.world.groups[grant.address]
         if group.dead:
             self.world.after(0.005, lambda: self.feed(job, moves.GroupLost(grant.group, grant.epoch, True)))

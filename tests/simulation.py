@@ -1,8 +1,9 @@
-"""A deterministic cluster: one heap of (time, event), one seed. Real coordinator and request machines over engines.
+"""A deterministic cluster: one heap of (time, event), one seed. The real coordinator with its line and ladder and the
+real request machines, over real engines on shadow ranks.
 
-Every call may be lost on its way or on its way back, come late or twice; groups crash and drain, ingresses die, the
-coordinator restarts, clients leave, streams break. After every event the invariants hold; when all faults have
-stopped, everything comes back to zero.
+Every call may be lost on its way or on its way back, come late or twice; groups crash, hang, run out of memory and
+drain, a request may kill its group, ingresses die, the coordinator restarts, clients leave, streams break. After every
+event the invariants hold; when all faults have stopped, everything comes back to zero.
 """
 
 from __future__ import annotations
@@ -10,70 +11,81 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.grants import Grant
-from cluster.coordination.ledger import Stage
-from cluster.coordination.placement import Bounds
+from cluster.coordination.grants import Grant, Refusal, Share, Ticket
+from cluster.coordination.terms import Bounds, CoordinatorTerms, LineBounds, Thresholds
 from cluster.requests.machine import RequestMachine, moves
 from cluster.requests.work import Endurance, Work
+from kvstore.chain import derive_namespace
+from kvstore.sessions import Terms
 from tests.shadow_engine import expected_output
-from tests.simulated_group import SimulatedGroup
+from tests.simulated_faults import CALM, Faults, Trouble
+from tests.simulated_group import POISON, SimulatedGroup
 from tests.simulated_ingress import SimulatedIngress
+from tests.simulated_invariants import Invariants
 from workers.errors import EngineRefused
 from workers.plan import Finish, GroupDead
 from workers.sequence import Priority, Sampling
 
-
-@dataclass(frozen=True)
-class Faults:
-    """Probabilities per call, and mean seconds between faults of a kind (0: never)."""
-
-    lost: float = 0.02
-    late: float = 0.02
-    twice: float = 0.02
-    crash_s: float = 6.0
-    drain_s: float = 20.0
-    ingress_s: float = 15.0
-    coordinator_s: float = 20.0
-    break_s: float = 1.0
-    leaves: float = 0.2
-
-
-CALM = Faults(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+FINISHED = (Finish.STOP.value, Finish.LENGTH.value)
+TENANTS = (Share("a", 1.0, 20), Share("b", 2.0, 20), Share("c", 4.0, 20))
+PUBLIC = derive_namespace(b"secret", "public")
+SESSIONS = 3
+PUBLIC_PROMPT = tuple(range(40, 40 + 48))
+TERMS = CoordinatorTerms(
+    Bounds(drop_s=8.0, grant_s=2.0),
+    LineBounds(requests=24, tokens=4096, aging_s=5.0, batch_s=15.0, bypasses=8, bypass_s=2.0, ingress_s=6.0),
+    Thresholds(dwell_up_s=0.5, dwell_down_s=2.0),
+)
+TICK_S = 0.25
 
 
 class World:
-    """Everything, and the clock. `step()` runs one event and checks."""
+    """Everything, and the clock. `step()` runs one event and checks. `shared_head`: how likely a prompt begins with a
+    registered public one; `poison`: how likely a request kills the group that runs it."""
 
-    def __init__(self, seed: int, *, groups: int = 3, ingresses: int = 2, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        groups: int = 3,
+        ingresses: int = 2,
+        faults: Faults | None = None,
+        terms: CoordinatorTerms = TERMS,
+        shared_head: float = 0.2,
+    ) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.faults = faults or Faults()
         self.now = 0.0
         self.events = 0
         self.serial = itertools.count(1)
+        self._terms = terms
+        self._shared_head = shared_head
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.coordinator_up = True
         self.coordinator_life = 0
         self.coordinator = self._new_coordinator()
-        self.granted: dict[tuple[int, str, int], str] = {}
-        self.accepted: set[tuple[str, int]] = set()
-        self.closed: set[str] = set()
+        self.poisonous: set[str] = set()
         self.ends: dict[str, str] = {}
+        self.waited: dict[Priority, list[float]] = {priority: [] for priority in Priority}
+        self.grantless: set[tuple[str, int]] = set()
         self.lost_with_ingress: set[str] = set()
         self.groups: dict[str, SimulatedGroup] = {}
+        self.invariants = Invariants(self)
+        self.trouble = Trouble(self)
         self.ingresses = [SimulatedIngress(self, f"i{next(self.serial)}") for _ in range(ingresses)]
         for number in range(groups):
             self.start_group(f"g{number}")
-        self._schedule_faults()
+        self.after(TICK_S, self._tick)
 
     def _new_coordinator(self) -> Coordinator:
-        bounds = Bounds(queue_requests=16, queue_tokens=4096)
-        return Coordinator(bounds=bounds, grant_s=2.0, drop_s=8.0, first_epoch=1000 * self.coordinator_life)
+        return Coordinator(self._terms, first_epoch=1000 * self.coordinator_life, seed=self.seed)
 
     # -- time and network ---------------------------------------------------------------------------------------------
 
@@ -84,7 +96,7 @@ class World:
         self.now, _, event = heapq.heappop(self._heap)
         self.events += 1
         event()
-        self.check()
+        self.invariants.check()
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
@@ -95,22 +107,13 @@ class World:
         late = self.chance.random() < self.faults.late
         return self.chance.uniform(1.0, 5.0) if late else self.chance.uniform(0.001, 0.01)
 
-    def call(
-        self,
-        work: Callable[[], object],
-        answer: Callable[[object], None],
-        lost: Callable[[], None],
-        *,
-        coordinator: bool = False,
-    ) -> None:
+    def call(self, work: Callable[[], object], answer: Callable[[Any], None], lost: Callable[[], None]) -> None:
         """Do `work` over there; then `answer` here, or `lost` if no answer came in time (it may still come)."""
         done = False
 
         def arrive() -> None:
-            if coordinator and not self.coordinator_up:
-                return
             result = work()
-            if self.chance.random() >= self.faults.lost:
+            if result is not _NOBODY and self.chance.random() >= self.faults.lost:
                 self.after(self.delay(), lambda: back(result))
 
         def back(result: object) -> None:
@@ -124,6 +127,27 @@ class World:
                 self.after(self.delay(), arrive)
         self.after(1.0, lambda: None if done else lost())
 
+    def ask_coordinator(
+        self, work: Callable[[Coordinator], object], answer: Callable[[Any], None], lost: Callable[[], None]
+    ) -> None:
+        """A call to the coordinator of the moment at which it arrives."""
+        self.call(lambda: self.reach(work), answer, lost)
+
+    def reach(self, work: Callable[[Coordinator], object]) -> object:
+        """`work` on the coordinator, if it is up; then whoever has news is woken."""
+        if not self.coordinator_up:
+            return _NOBODY
+        result = work(self.coordinator)
+        for name in self.coordinator.wakes():
+            for ingress in self.ingresses:
+                if ingress.name == name:
+                    ingress.wake()
+        return result
+
+    def _tick(self) -> None:
+        self.reach(lambda coordinator: coordinator.tick(self.now))
+        self.after(TICK_S, self._tick)
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def start_group(self, name: str) -> None:
@@ -132,145 +156,89 @@ class World:
         group.join()
         self.after(0.1, group.report)
 
-    def submit(self, group: SimulatedGroup, ingress: str, request: object) -> EngineRefused | GroupDead | None:
+    def restart_coordinator(self) -> None:
+        self.coordinator_life += 1
+        self.coordinator = self._new_coordinator()
+        self.coordinator_up = True
+
+    def submit(self, group: SimulatedGroup, ingress: str, request: Any) -> EngineRefused | GroupDead | None:
         """What the engine says to it."""
         if group.dead:
             return GroupDead("crashed")
         before = len(group.engine.accepted_keys)
         try:
-            group.engine.submit(ingress, request)  # type: ignore[arg-type]
+            group.engine.submit(ingress, request)
         except EngineRefused as refused:
             return refused
         for key, grant in group.engine.accepted_keys[before:]:
-            assert key not in self.accepted, f"seed {self.seed}: {key} accepted twice"
-            self.accepted.add(key)
-            self._check_accepted(group, grant)
+            self.invariants.note_accepted(group, key, grant)
         group.poke()
         return None
 
-    def _check_accepted(self, group: SimulatedGroup, grant: str) -> None:
-        """What a group accepts is still committed: its blocks have not been given to somebody else."""
-        known = self.coordinator._view.groups.get(group.engine.name)
-        if known is not None and grant.startswith(f"{group.engine.name}/{known.epoch}/"):
-            assert grant in known.ledger.open, f"seed {self.seed}: {grant} accepted after it was given back"
-
-    def note_grant(self, life: int, grant: Grant) -> None:
-        """No attempt ever holds two grants of one coordinator's life."""
-        key = (life, grant.request, grant.attempt)
-        assert self.granted.setdefault(key, grant.id) == grant.id, f"seed {self.seed}: {key} granted twice"
-
-    def arrive(self) -> None:
+    def arrive(self, **fixed: Any) -> None:
         """A client comes to some ingress, and may leave before its end."""
         name, chance = f"r{next(self.serial)}", self.chance
+        tenant, session = chance.choice(TENANTS), chance.randrange(SESSIONS)
         prompt = tuple(chance.randrange(100) for _ in range(chance.randrange(1, 120)))
-        sampling = Sampling(chance.randrange(1, 120), seed=chance.randrange(9), stop_ids=frozenset({7}))
-        work = Work(name, prompt, sampling, "m", b"n", chance.choice(tuple(Priority)))
+        terms = Terms(
+            tenant.tenant.encode(), session_blocks=chance.choice((None, 4)), keep_s=chance.choice((0.0, 20.0))
+        )
+        if chance.random() < self._shared_head:
+            prompt = PUBLIC_PROMPT + prompt[:40]
+            terms = Terms(tenant.tenant.encode(), public=PUBLIC, public_tokens=len(PUBLIC_PROMPT))
+        if chance.random() < self.faults.poison:
+            prompt = (*prompt, POISON)
+            self.poisonous.add(name)
+        most = 0 if chance.random() < 0.05 else chance.randrange(1, 120)  # 0 fills the cache only
+        sampling = Sampling(most, seed=chance.randrange(9), stop_ids=frozenset({7}))
+        work = Work(
+            id=name,
+            prompt=prompt,
+            sampling=sampling,
+            model="m",
+            namespace=namespace_of(tenant, session),
+            priority=fixed.get("priority") or chance.choice(tuple(Priority)),
+            share=tenant,
+            urgency=chance.choice((0, 0, 0, -1, 2)),
+            timeout_s=chance.choice((None, None, None, 10.0, 30.0)) if self.faults.deadlines else None,
+            terms=terms,
+            affinity=(derive_namespace(b"secret", "affinity", tenant.tenant, session),),
+        )
         ingress = chance.choice([i for i in self.ingresses if not i.dead])
-        machine = RequestMachine(work, Endurance(deaths=50, misses=50, patience_s=60.0, timeout_s=None))
-        ingress.start(machine, expected_output(prompt, sampling))
+        machine = RequestMachine(work, Endurance(misses=50, patience_s=60.0, timeout_s=None))
+        expected = ((), Finish.ERROR) if name in self.poisonous else expected_output(prompt, sampling)
+        ingress.start(machine, expected)
         if chance.random() < self.faults.leaves:
             self.after(chance.choice((0.0, 0.005, 0.03, chance.uniform(0, 4))), lambda: ingress.leave(name))
 
-    # -- faults -------------------------------------------------------------------------------------------------------
+    def any_namespace(self) -> bytes:
+        """That of some tenant's session."""
+        return namespace_of(self.chance.choice(TENANTS), self.chance.randrange(SESSIONS))
 
-    def _schedule_faults(self) -> None:
-        faults = self.faults
-        for mean, fault in (
-            (faults.crash_s, self._crash),
-            (faults.drain_s, self._drain),
-            (faults.ingress_s, self._kill_ingress),
-            (faults.coordinator_s, self._restart_coordinator),
-            (faults.break_s, self._break_stream),
-        ):
-            if mean:
-                self._repeat(mean, fault)
+    def note_answer(self, answer: Grant | Ticket | Refusal) -> None:
+        """The coordinator has said this, whether or not it arrives."""
+        if isinstance(answer, Grant):
+            self.invariants.note_grant(answer)
 
-    def _repeat(self, mean: float, fault: Callable[[], None]) -> None:
-        def happen() -> None:
-            if self.faults is not CALM:
-                fault()
-                self.after(self.chance.expovariate(1 / mean), happen)
-
-        self.after(self.chance.expovariate(1 / mean), happen)
-
-    def _alive(self) -> list[SimulatedGroup]:
-        return [group for group in self.groups.values() if not group.dead and not group.leaving]
-
-    def _crash(self) -> None:
-        if alive := self._alive():
-            group = self.chance.choice(alive)
-            group.die()
-            if self.chance.random() < 0.5 and self.coordinator_up:
-                self.coordinator.leave(group.engine.name, group.engine.epoch, self.now)
-            self.after(self.chance.uniform(0.5, 4.0), lambda: self.start_group(group.engine.name))
-
-    def _drain(self) -> None:
-        if alive := self._alive():
-            group = self.chance.choice(alive)
-            group.leaving = True
-            group.engine.drain()
-            if self.coordinator_up:
-                self.coordinator.leave(group.engine.name, group.engine.epoch, self.now)
-            self._retire(group, self.now + 20.0)
-
-    def _retire(self, group: SimulatedGroup, latest: float) -> None:
-        if not group.engine.idle and self.now < latest and not group.dead:
-            self.after(0.5, lambda: self._retire(group, latest))
-            return
-        group.die()
-        self.after(1.0, lambda: self.start_group(group.engine.name))
-
-    def _kill_ingress(self) -> None:
-        victim = self.chance.choice(self.ingresses)
-        victim.die()
-        self.ingresses.remove(victim)
-        self.ingresses.append(SimulatedIngress(self, f"i{next(self.serial)}"))
-
-    def _restart_coordinator(self) -> None:
-        def back() -> None:
-            self.coordinator_life += 1
-            self.coordinator = self._new_coordinator()
-            self.coordinator_up = True
-
-        if self.coordinator_up:
-            self.coordinator_up = False
-            self.after(self.chance.uniform(0.2, 3.0), back)
-
-    def _break_stream(self) -> None:
-        streams = [stream for ingress in self.ingresses for stream in ingress.streams.values()]
-        if streams:
-            self.chance.choice(streams).break_off()
-
-    # -- invariants ---------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """After every event: the ledgers add up, void and open agree, nothing is negative."""
-        view, open_grants = self.coordinator._view, 0
-        for group in view.groups.values():
-            ledger = group.ledger
-            blocks = fresh = void = 0
-            for name, entry in ledger.open.items():
-                blocks += entry.grant.blocks
-                fresh += 0 if entry.seen else entry.ask.prompt_tokens
-                void += entry.stage is Stage.VOID
-                assert (entry.stage is Stage.VOID) == (name in ledger.void) and view.holders[name] is group, self.seed
-            assert (blocks, fresh, void) == (ledger._blocks, ledger.fresh_tokens, len(ledger.void)), self.seed
-            assert ledger.slots >= 0, self.seed
-            open_grants += len(ledger.open)
-        assert len(view.holders) == open_grants, self.seed
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle_down(self) -> None:
         """No more faults: all that was accepted ends, and everything is given back."""
         self.faults = CALM
-        self.run(150.0)
-        left = {name for ingress in self.ingresses for name in ingress.jobs}
-        assert not left, f"seed {self.seed}: never ended: {left}"
-        for group in self.groups.values():
-            assert group.dead or (group.engine.idle and group.engine.held == 0), f"seed {self.seed}: {group.address}"
-        for state in self.coordinator.groups(self.now):
-            assert (state.committed, state.grants) == (0, 0), f"seed {self.seed}: {state}"
-        assert {state.standing.value for state in self.coordinator.groups(self.now)} == {"up"}, self.seed
-        assert not self.coordinator._view.latest and not self.coordinator._view.holders, self.seed
+        self.run(200.0)
+        self.invariants.check_end()
+
+    def tally(self) -> Counter[str]:
+        """How many ended how."""
+        return Counter(self.ends.values())
+
+
+_NOBODY = object()
+
+
+def namespace_of(tenant: Share, session: int) -> bytes:
+    """Where a session's prompts are cached."""
+    return derive_namespace(b"secret", "session", tenant.tenant, session)
 
 
 def end_name(end: moves.End) -> str:
@@ -278,6 +246,3 @@ def end_name(end: moves.End) -> str:
     if end.event is not None and end.event.finish is not None:
         return end.event.finish.value
     return end.refusal.code if end.refusal else "left"
-
-
-FINISHED = (Finish.STOP.value, Finish.LENGTH.value)

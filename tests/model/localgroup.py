@@ -23,12 +23,12 @@ class LocalGroup:
     def __init__(self, settings: GroupSettings, blocks: int) -> None:
         self._settings = settings
         self._blocks = blocks
-        self._ranks = [Rank(rank, settings) for rank in range(settings.tensor_parallel_size)]
+        self.ranks = [Rank(rank, settings) for rank in range(settings.tensor_parallel_size)]
         self._followers: list[threading.Thread] = []
         self.engine: Engine | None = None
 
     def __enter__(self) -> LocalGroup:
-        ranks = self._ranks
+        ranks = self.ranks
         address = ranks[0].open_store(HOST) if len(ranks) > 1 else None
         with ThreadPoolExecutor(len(ranks)) as threads:
             list(threads.map(lambda rank: rank.load(address, HOST), ranks))
@@ -44,7 +44,7 @@ class LocalGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ranks[0].stop()
+        self.ranks[0].stop()
         for thread in self._followers:
             thread.join(timeout=30)
             assert not thread.is_alive(), "a follower outlived its group"

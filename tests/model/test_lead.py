@@ -124,13 +124,16 @@ def test_an_idle_group_stays_usable_and_sends_empty_plans(ranks: Ranks) -> None:
     assert seen[-1] is None
 
 
-def test_a_failing_rank_kills_the_group_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("where", ["reserve", "compute"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_failing_rank_kills_the_group_at_once(folder: Path, where: str, rank: int) -> None:
+    """Before the ranks have agreed that all have memory, and after it."""
     ranks = Ranks(folder, 3)
 
     def break_down(plan: StepPlan) -> tuple[int, ...]:
         raise MemoryError("no more")
 
-    ranks.runners[2].run = break_down  # type: ignore[method-assign]
+    setattr(ranks.runners[rank], where, break_down)
     group = Group(ranks)
     began = time.monotonic()
     handles = [group.lead.launch(StepPlan(step, (row([3], 0, (1,)),))) for step in range(3)]
@@ -140,7 +143,8 @@ def test_a_failing_rank_kills_the_group_at_once(folder: Path) -> None:
     group.join()
     group.lead.stop()
     assert time.monotonic() - began < 10
-    assert any(isinstance(error, MemoryError) for error in group.errors)
+    assert len(group.errors) == 2
+    assert any(isinstance(error, MemoryError) for error in group.errors) == (rank == 2)
     with pytest.raises(GroupDead):
         group.lead.wait(group.lead.launch(StepPlan(9)))
 
