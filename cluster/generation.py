@@ -100,6 +100,11 @@ class Completer(Protocol):
         Closing the generator, or cancelling the task that reads it, aborts the generation."""
         ...
 
+    def satisfy(self, id: str) -> None:
+        """The client of generation `id` has all it wanted (a stop string came): what runs on is aborted, and counts as
+        done. To be called before the generator is closed; closing alone means that the client has left."""
+        ...
+
     def ahead(self, id: str) -> int | None:
         """How many stood before generation `id` in the waiting line when that was last told; None while it does not
         stand there, or is not under way."""

@@ -84,6 +84,7 @@ class Scripted:
         self.seen: list[Generation] = []
         self.closed: list[str] = []
         self.finished: list[str] = []
+        self.satisfied: list[str] = []
         self.copies: dict[tuple[str, str], tuple[SessionCopy, ...] | ApiError] = {}
         self.place: int | None = None
 
@@ -102,6 +103,9 @@ class Scripted:
             whole = True
         finally:
             (self.finished if whole else self.closed).append(generation.id)
+
+    def satisfy(self, id: str) -> None:
+        self.satisfied.append(id)
 
     def ahead(self, id: str) -> int | None:
         return self.place

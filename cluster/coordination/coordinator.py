@@ -126,6 +126,9 @@ class Coordinator:
             if group is None:
                 continue
             if outcome.finish in (Finish.ABORT, Finish.ERROR):
+                open_grant = self._view.entry(outcome.grant)
+                if outcome.satisfied and open_grant is not None and open_grant.stage is not Stage.VOID:
+                    self._learn(open_grant.ask, outcome.output_tokens)
                 self._view.void(outcome.grant, withdrawn=True)
                 continue
             entry = self._view.close(outcome.grant, now)

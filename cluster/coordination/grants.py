@@ -98,14 +98,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an accepted grant ended. After STOP and LENGTH the group has freed everything; after ABORT and ERROR that is
-    known only when the group says so. Token counts are of this attempt."""
+    """How an accepted grant ended. `satisfied`: it was aborted because its client had all it wanted (a stop string), so
+    that its output is as long as it would have been. After STOP and LENGTH the group has freed everything; after ABORT
+    and ERROR that is known only when the group says so. Token counts are of this attempt."""
 
     grant: str
     finish: Finish
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    satisfied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ async def deltas(completer: Completer, choice: Choice) -> AsyncGenerator[Delta, 
     async with aclosing(completer.generate(choice.generation)) as events:
         async for event in events:
             delta = choice.take(event)
+            if delta.reason is not None and event.finish is None:
+                completer.satisfy(choice.generation.id)
             yield delta
             if delta.reason is not None:
                 return

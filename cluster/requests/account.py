@@ -42,9 +42,9 @@ class Account:
         grant, self.current = self.current.grant, None
         return grant
 
-    def finish(self, finish: Finish, sent: int, *, submitting: bool) -> tuple[Action, ...]:
+    def finish(self, finish: Finish, sent: int, *, submitting: bool, satisfied: bool = False) -> tuple[Action, ...]:
         """Close the one that is held, if any, when the client has been sent `sent` tokens; what its group may still run
-        is aborted. `submitting`: whether the group has it is not known."""
+        is aborted. `submitting`: whether the group has it is not known. `satisfied`: the client wanted no more."""
         current, self.current = self.current, None
         if current is None:
             return ()
@@ -53,7 +53,8 @@ class Account:
             actions = (moves.Abort(current.grant),)
             if submitting:
                 self._overtaken[current.grant.attempt] = current.grant
-        return actions + self._close(moves.Settle(current.outcome(self._work, finish, sent)), current.grant.id)
+        outcome = current.outcome(self._work, finish, sent, satisfied=satisfied)
+        return actions + self._close(moves.Settle(outcome), current.grant.id)
 
     def abort_again(self, attempt: int) -> tuple[Action, ...]:
         """A group has taken an attempt that was given up: its abort may have come before it, so say it again, now that

@@ -111,6 +111,12 @@ class Requests:
         finally:
             self._feed(job, moves.Cancelled())
 
+    def satisfy(self, id: str) -> None:
+        """The client of generation `id` has all it wanted: end what still runs of it."""
+        job = self._jobs.get(id)
+        if job is not None:
+            self._feed(job, moves.Satisfied())
+
     def ahead(self, id: str) -> int | None:
         """How many stood before generation `id` in the line when last told; None while it does not stand there."""
         job = self._jobs.get(id)

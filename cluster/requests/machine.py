@@ -21,7 +21,7 @@ _WAITING = (Phase.ASKING, Phase.RESTING, Phase.QUEUED)
 
 class RequestMachine:
     """`history` is what it has been through, `transcript` what the client has been sent; `fault` the code that it
-    failed with."""
+    failed with; `satisfied`: the client had all it wanted before its group was done."""
 
     def __init__(self, work: Work, endurance: Endurance) -> None:
         self.work = work
@@ -29,6 +29,7 @@ class RequestMachine:
         self.history = History(work, endurance)
         self.transcript = Transcript(work.id)
         self.fault: str | None = None
+        self.satisfied = False
         self._patience = Patience(work, endurance)
         self._account = Account(work)
         self._in_line = False
@@ -66,6 +67,10 @@ class RequestMachine:
                 self._patience.start(now)
                 self._ask(now)
             case moves.Cancelled() if self.phase is not Phase.ENDED:
+                self._give_back()
+                self._end(moves.End())
+            case moves.Satisfied() if self.phase is not Phase.ENDED:
+                self.satisfied = True
                 self._give_back()
                 self._end(moves.End())
             case moves.AskLost(attempt) if self.phase is Phase.ASKING and attempt == self.history.attempt:
@@ -274,7 +279,8 @@ class RequestMachine:
 
     def _finish_attempt(self, finish: Finish) -> None:
         submitting = self.phase is Phase.SUBMITTING
-        self._actions += self._account.finish(finish, len(self.output), submitting=submitting)
+        sent = len(self.output)
+        self._actions += self._account.finish(finish, sent, submitting=submitting, satisfied=self.satisfied)
 
     def _fail_with(self, code: str, message: str) -> None:
         self._fail(Refusal(self.work.id, self.history.attempt, code, message))

@@ -10,7 +10,7 @@ from typing import Protocol
 from cluster.requests import moves
 from cluster.requests.machine import RequestMachine
 from cluster.requests.verdicts import POISONED
-from workers.plan import TokenEvent
+from workers.plan import Finish, TokenEvent
 from workers.sequence import Priority
 
 LEFT = "client_closed"
@@ -117,7 +117,8 @@ class Stopwatch:
 
     def _ending(self, event: TokenEvent | None, now: float) -> Ending:
         machine = self._machine
-        finish = machine.fault or (event.finish.value if event is not None and event.finish is not None else LEFT)
+        left = Finish.STOP.value if machine.satisfied else LEFT
+        finish = machine.fault or (event.finish.value if event is not None and event.finish is not None else left)
         return Ending(
             finish=finish,
             seconds=now - self._began,

@@ -85,12 +85,28 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Satisfied:
+    """The client has all it wanted, a stop string for one: what runs on is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """The time of the last Wake has come (or some other time: it does no harm)."""
 
 
 Event = (
-    Started | Placed | AskLost | LineLost | Submitted | Rejected | SubmitLost | Arrived | GroupLost | Cancelled | Ticked
+    Started
+    | Placed
+    | AskLost
+    | LineLost
+    | Submitted
+    | Rejected
+    | SubmitLost
+    | Arrived
+    | GroupLost
+    | Cancelled
+    | Satisfied
+    | Ticked
 )
 
 # -- actions -----------------------------------------------------------------------------------------------------------

@@ -82,10 +82,10 @@ class Attempt:
             terms=work.terms,
         )
 
-    def outcome(self, work: Work, finish: Finish, sent: int) -> Outcome:
+    def outcome(self, work: Work, finish: Finish, sent: int, *, satisfied: bool = False) -> Outcome:
         """What the coordinator gets at the end, when the client has been sent `sent` tokens in all."""
         prompt = len(work.prompt) + len(self.resumed)
-        return Outcome(self.grant.id, finish, prompt, self.cached, sent - len(self.resumed))
+        return Outcome(self.grant.id, finish, prompt, self.cached, sent - len(self.resumed), satisfied)
 
 
 @dataclass(frozen=True, slots=True)

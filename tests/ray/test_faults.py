@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.actors import find_coordinator
 from deploy.app import make_plan
+from deploy.cluster import logs_of
 from deploy.config import ClusterConfig
 from deploy.service import Service, ServiceError
 from tests.ray.stage import Stage, eventually, rank_processes
@@ -38,6 +39,8 @@ def test_a_killed_rank_costs_its_clients_a_pause_and_its_group_is_rebuilt(tiny: 
 
     eventually(rebuilt)
     assert len(rank_processes()) == 2
+    logs = logs_of(tiny.link)
+    assert logs is not None and len(list(logs.glob(f"tidegate-flight-*{busy['group']}*"))) == 1
 
 
 def test_a_killed_ingress_loses_its_requests_when_its_lease_lapses(tiny: Stage) -> None:

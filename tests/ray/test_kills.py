@@ -156,7 +156,6 @@ def test_no_stream_notices_that_the_coordinator_died(pair: Served, turn: int) ->
         back.append(time.monotonic() - began)
 
     assert workload.run_all(stage, work, kill_and_wait) == expected
-    print("BACK", back)
     assert back[0] < 15, "three times the aim"
     kill()
     assert workload.run_all(stage, work) == expected, "asked while the coordinator is away"

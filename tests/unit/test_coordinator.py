@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.coordination.cards import Standing
@@ -16,6 +18,18 @@ def coordinator() -> Coordinator:
     made = Coordinator(terms())
     made.join(card(), 0.0)
     return made
+
+
+@pytest.mark.parametrize("satisfied", [True, False])
+def test_an_aborted_output_teaches_only_when_the_client_had_all_it_wanted(
+    coordinator: Coordinator, satisfied: bool
+) -> None:
+    for number in range(40):
+        grant = placed(coordinator, ask(str(number), most=64))
+        end = replace(outcome(grant, Finish.ABORT, output=4), satisfied=satisfied)
+        coordinator.settle([end, end], float(number))
+        coordinator.report(report(epoch=grant.epoch, sequence=number + 1, voided=(grant.id,)), float(number))
+    assert (placed(coordinator, ask("last", most=64), 39.5).blocks < 5) is satisfied
 
 
 def test_a_grant_reserves_prompt_and_expected_output_and_settling_gives_it_back(coordinator: Coordinator) -> None:

@@ -276,6 +276,18 @@ def test_a_client_that_leaves_while_it_runs_or_rests(bench: Bench) -> None:
     assert resting.end == moves.End()
 
 
+@pytest.mark.parametrize("event, satisfied", [(moves.Satisfied(), True), (moves.Cancelled(), False)])
+def test_a_client_with_all_it_wanted_is_told_apart_from_one_that_left(
+    bench: Bench, event: moves.Event, satisfied: bool
+) -> None:
+    grant = bench.run()
+    bench.arrive(0, 10, 11)
+    actions = bench.feed(event)
+    assert moves.Abort(grant) in actions and bench.end == moves.End()
+    (settle,) = (action for action in actions if isinstance(action, moves.Settle))
+    assert (settle.outcome.output_tokens, settle.outcome.satisfied) == (2, satisfied)
+
+
 def test_nothing_but_giving_back_happens_after_the_end(bench: Bench) -> None:
     bench.run()
     bench.arrive(0, 1, 2, 3, 4, finish=Finish.LENGTH)

@@ -80,6 +80,7 @@ def test_a_stop_string_ends_text_usage_and_generation(ask: Any, by: int, stop: s
     assert stop not in decoded[0] and stop in decoded[1], "counted up to the token that completed it"
     if by == 1:
         assert len(completer.closed) == 2, "the model is told to stop"
+        assert completer.satisfied == completer.closed, "because of the text, not because the client has left"
 
 
 @ASKS
