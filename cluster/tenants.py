@@ -154,12 +154,15 @@ class _Tenant(Entry):
     models: list[str] | None = None
     session_blocks: Blocks | None = None
     tenant_blocks: Blocks | None = None
-    max_keep_s: Annotated[float, Field(ge=0, le=30 * 86_400)] | None = None
+    max_keep_alive_s: Annotated[float, Field(ge=0, le=30 * 86_400)] | None = None
     keys: list[Annotated[_Key, BeforeValidator(_key)]]
 
     def tenant(self, defaults: Tenant) -> Tenant:
         """With `defaults` for what is left out."""
-        given: dict[str, Any] = self.model_dump(exclude_none=True, exclude={"priority", "classes", "models", "keys"})
+        other = {"priority", "classes", "models", "keys", "max_keep_alive_s"}
+        given: dict[str, Any] = self.model_dump(exclude_none=True, exclude=other)
+        if self.max_keep_alive_s is not None:
+            given["max_keep_s"] = self.max_keep_alive_s
         if self.priority is not None:
             given["best_urgency"] = self.priority
         if self.classes is not None:

@@ -25,7 +25,7 @@ def test_an_aborted_output_teaches_only_when_the_client_had_all_it_wanted(
     coordinator: Coordinator, satisfied: bool
 ) -> None:
     for number in range(40):
-        grant = placed(coordinator, ask(str(number), most=64))
+        grant = placed(coordinator, ask(str(number), most=64), float(number))
         end = replace(outcome(grant, Finish.ABORT, output=4), satisfied=satisfied)
         coordinator.settle([end, end], float(number))
         coordinator.report(report(epoch=grant.epoch, sequence=number + 1, voided=(grant.id,)), float(number))

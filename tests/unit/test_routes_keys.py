@@ -238,7 +238,7 @@ def test_the_openapi_page_asks_for_a_key_where_one_is_needed(keyed: bool) -> Non
 
 
 def test_quotas_and_the_longest_keeping_are_the_tenants_own() -> None:
-    fields = {"session_blocks": 5, "tenant_blocks": 50, "max_keep_s": 20.0}
+    fields = {"session_blocks": 5, "tenant_blocks": 50, "max_keep_alive_s": 20.0}
     ring = KeyRing.read(json.dumps({"tenants": [{"name": "t", "keys": [hash_of("k")]} | fields]}), Tenant())
     door = Door(ring)
     for keep in (None, 10, 1000.0):

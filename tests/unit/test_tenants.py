@@ -55,7 +55,7 @@ def test_what_a_tenant_leaves_out_is_the_services_default() -> None:
         "models": ["tiny"],
         "session_blocks": 3,
         "tenant_blocks": 4,
-        "max_keep_s": 0,
+        "max_keep_alive_s": 0,
     }
     assert ring({"name": "own", "keys": []} | fields).tenants == (
         Tenant("own", 2, 7, -10, frozenset({Priority.BATCH}), frozenset({"tiny"}), 3, 4, 0),
@@ -107,7 +107,7 @@ def test_json_is_read_as_well() -> None:
         ({"models": "tiny"}, "tenants[1].models"),
         ({"session_blocks": 0}, "tenants[1].session_blocks"),
         ({"tenant_blocks": 1.5}, "tenants[1].tenant_blocks"),
-        ({"max_keep_s": -1}, "tenants[1].max_keep_s"),
+        ({"max_keep_alive_s": -1}, "tenants[1].max_keep_alive_s"),
         ({"wieght": 1}, "tenants[1].wieght: unknown key"),
     ],
 )
