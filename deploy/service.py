@@ -32,6 +32,8 @@ PLACE_S = 25.0
 """Groups that have not begun to start after so long do not get a place."""
 HEALTH_S = 60.0
 """How long the HTTP side may take once every group is ready."""
+GROUPS = "group"
+"""What the names of the groups' deployments begin with."""
 _NEWS_S = 1.0
 _LOOK_S = 0.1
 
@@ -88,6 +90,7 @@ class Service:
         coordinator = open_coordinator(plan.coordinator, replace=True)
         self._began_serve = True
         serve.start(proxy_location="HeadOnly", http_options={"host": plan.host, "port": plan.port})
+        self._make_room(plan, say)
         say("starting groups")
         target = serve.RunTarget(plan.application, name=self._name, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -129,6 +132,18 @@ class Service:
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise
+
+    def _make_room(self, plan: Plan, say: Progress) -> None:
+        """End the application of before where its groups leave no place for the new ones: Serve replaces group by group
+        where there are no more than before, but looks for the additional ones' places before it ends any."""
+        application = serve.status().applications.get(self._name)
+        if application is None:
+            return
+        groups = [one for name, one in application.deployments.items() if name.startswith(GROUPS)]
+        running = sum(sum(one.replica_states.values()) for one in groups)
+        if (len(plan.demands) > len(groups) or plan.groups > running) and lack(plan.demands, _nodes(free=True)):
+            say("ending the groups of before")
+            self._delete_application()
 
     def _follow(self, coordinator: ActorHandle, plan: Plan, say: Progress) -> None:
         """Pass on what the groups say until all are ready."""

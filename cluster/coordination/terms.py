@@ -58,7 +58,7 @@ class Thresholds:
     refuse_up: float = 0.97
     refuse_down: float = 0.90
     dwell_up_s: float = 2.0
-    dwell_down_s: float = 10.0
+    dwell_down_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)

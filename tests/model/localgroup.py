@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 
 from workers.engine import Engine
@@ -50,13 +51,13 @@ class LocalGroup:
             assert not thread.is_alive(), "a follower outlived its group"
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Run all requests together; their output tokens by id."""
+        """Run all requests together, as if they had been granted; their output tokens by id."""
         engine = self.engine
         assert engine is not None
         outbox = engine.subscribe("test", lambda: None, time.monotonic())
         outputs: dict[str, list[int]] = {request.id: [] for request in requests}
         for request in requests:
-            engine.submit("test", request)
+            engine.submit("test", replace(request, grant=request.grant or f"{request.id}-{request.attempt}"))
         left = len(requests)
         while left:
             engine.turn(time.monotonic())

@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from ray import serve as ray_serve
 
 from cluster.actors import NAMESPACE, find_coordinator
 from deploy.config import ClusterConfig
@@ -56,9 +55,6 @@ def base(tiny_config: ClusterConfig, flights: Path) -> ClusterConfig:
 def serve(stage: Stage, config: ClusterConfig) -> Served:
     """The service, its streams, and what they say when nobody disturbs them."""
     changed = stage.shown != config
-    if stage.shown is not None and stage.shown.groups < config.groups:
-        # Serve would look for a place for the new groups before it ends the old one.
-        ray_serve.delete("tidegate")
     stage.show(config)
     if changed or not hasattr(stage, "undisturbed"):
         work = workload.jobs(stage, TOKENS)

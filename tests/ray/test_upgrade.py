@@ -50,6 +50,17 @@ def test_a_redeploy_leaves_nothing_of_the_service_before(
     assert len(stage.groups()) == 1 and len(stage.groups()[0]["ranks"]) == 2
 
 
+def test_a_redeploy_with_more_groups_comes_up_where_there_is_no_room_beside_the_old_ones(
+    stage: Stage, tiny_config: ClusterConfig
+) -> None:
+    stage.show(tiny_config.model_copy(update={"groups": 1}))
+    before = rank_processes()
+    stage.show(tiny_config)
+    assert len(stage.groups()) == 2 and len(rank_processes()) == 2
+    assert not rank_processes() & before
+    assert stage.complete("still here", max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
 def test_the_real_model_on_two_ranks_answers_a_chat(stage: Stage, tiny_config: ClusterConfig, smollm2: Path) -> None:
     stage.show(_real(tiny_config, smollm2))
     client = openai.OpenAI(base_url=f"{stage.url}/v1", api_key="none")

@@ -62,7 +62,7 @@ def test_outcomes_that_vary_are_expected_with_a_margin() -> None:
     for output in outputs:
         experience.learn("a", output, 100)
     within = sum(output <= experience.expect("a", 100) for output in outputs) / len(outputs)
-    assert 0.6 <= within <= 0.9
+    assert 0.4 <= within <= 0.75
 
 
 def test_what_has_changed_is_learned_anew() -> None:
