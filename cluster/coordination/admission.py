@@ -45,7 +45,11 @@ def has_room(group: GroupView, ask: Ask, blocks: int, now: float, waiter: Waiter
             return True
     else:
         slots, committed, steps = ledger.slots, ledger.committed, 1
-    if slots >= group.slot_limit or committed + blocks > group.block_limit:
+    slot_limit, block_limit = group.slot_limit, group.block_limit
+    promised = ask.replay or (waiter is not None and group.reserved is waiter)
+    if not promised and group.keeps_guest_room(ask.share.tenant, now):
+        slot_limit, block_limit = slot_limit - group.guest_slots, block_limit - group.guest_blocks
+    if slots >= slot_limit or committed + blocks > block_limit:
         return False
     backlog = group.backlog(now)
     return not backlog or backlog + ask.prompt_tokens <= steps * group.backlog_limit

@@ -19,6 +19,7 @@ from tests.coordination import (
     refused,
     report,
     running,
+    tenant,
     terms,
 )
 from workers.sequence import Priority
@@ -184,3 +185,27 @@ def test_a_big_interactive_request_may_have_the_group_of_batch_work() -> None:
     coordinator, _ = saturated_with_batch()
     assert placed(coordinator, ask("big", prompt=80, most=80)).blocks == 10
     queued(coordinator, ask("small"))
+
+
+def test_a_tenant_with_nothing_running_finds_room_beside_one_that_floods() -> None:
+    coordinator = Coordinator(terms())
+    coordinator.join(card(blocks=100, max_num_seqs=100, max_num_batched_tokens=10_000), 0.0)
+    quiet, flood = tenant("quiet"), tenant("flood")
+    first = placed(coordinator, ask("q0", share=quiet), 0.0)
+    coordinator.settle([outcome(first)], 0.5)
+    taken = 0
+    while isinstance(answer(coordinator, ask(f"f{taken}", share=flood), 1.0), Grant):
+        taken += 1
+    assert 40 <= taken < 49, "two blocks each: some are kept"
+    placed(coordinator, ask("q1", share=quiet), 2.0)
+    found = [answer(coordinator, ask(f"q{number}", share=quiet), 2.0) for number in range(2, 9)]
+    assert not any(isinstance(one, Grant) for one in found), "what is kept is for those that have nothing there"
+
+
+def test_a_tenant_alone_may_have_all_the_room() -> None:
+    coordinator = Coordinator(terms())
+    coordinator.join(card(blocks=100, max_num_seqs=100, max_num_batched_tokens=10_000), 0.0)
+    taken = 0
+    while isinstance(answer(coordinator, ask(f"f{taken}", share=tenant("flood")), 1.0), Grant):
+        taken += 1
+    assert taken == 50
