@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """A request that `obstacle` has nothing against joins the waiting list."""
         deadline = None if request.left is None else now + request.left
-        sequence = Sequence(request, arrived=now - request.age, deadline=deadline)
+        sequence = Sequence(request, arrived=now, deadline=deadline)
         self._live[request.id, request.attempt] = sequence
         self.waiting.add(sequence)
 

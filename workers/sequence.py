@@ -40,9 +40,9 @@ class Sampling:
 class Request:
     """One attempt at one request. `resumed` is output that an earlier attempt already sent: it is computed again, not
     sampled again. `namespace` is the prefix cache's root (opaque bytes); `grant` names the coordinator's permission and
-    `granted_blocks` what it reserved; `age` is how many seconds ago the request first arrived, `left` how many seconds
-    remain until its deadline: one that has passed is never prefilled. `terms` say how long and how much of it stays
-    cached. `sampling.max_tokens` 0 prefills and generates nothing."""
+    `granted_blocks` what it reserved; `left` is how many seconds remain until its deadline: one that has passed is
+    never prefilled. `terms` say how long and how much of it stays cached. `sampling.max_tokens` 0 prefills and
+    generates nothing."""
 
     id: str
     prompt: tuple[int, ...]
@@ -53,7 +53,6 @@ class Request:
     priority: Priority = Priority.INTERACTIVE
     grant: str = ""
     granted_blocks: int = 0
-    age: float = 0.0
     left: float | None = None
     terms: Terms = Terms()
 
@@ -65,7 +64,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way.
+    """A request under way; `arrived` is when it came to this group.
 
     `tokens` are those known so far; `pending` more are being sampled by steps in flight, the last of them as sampled
     row `source` of the latest step. `computed` counts the tokens whose keys and values are in place once the launched
@@ -114,8 +113,10 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, bool, float]:
-        """The order in which sequences are served: class, then those that ran before, then arrival."""
-        return (self.request.priority, not self.preemptions, self.arrived)
+        """The order in which sequences are served: class, then those that ran before, here or in another group, then
+        as they came: whose turn it is among tenants and ages was decided where they waited."""
+        ran = bool(self.preemptions or self.request.attempt)
+        return (self.request.priority, not ran, self.arrived)
 
     @property
     def generates(self) -> bool:

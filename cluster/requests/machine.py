@@ -130,7 +130,7 @@ class RequestMachine:
         self.phase = Phase.SUBMITTING
         self.history.admitted |= bool(grant.id)
         attempt = self._account.take(grant, self.output)
-        request = attempt.request(self.work, self._patience.age(now), self._patience.left(now))
+        request = attempt.request(self.work, self._patience.left(now))
         self._actions.append(moves.Submit(grant, request))
 
     def _take_refusal(self, refusal: Refusal, now: float) -> None:

@@ -65,7 +65,7 @@ class Attempt:
         """Whom it runs at; a group that had to join again while it ran goes on under a higher epoch."""
         return self.grant.group, max(self.grant.epoch, self.epoch)
 
-    def request(self, work: Work, age: float, left: float | None) -> Request:
+    def request(self, work: Work, left: float | None) -> Request:
         """What the group gets."""
         return Request(
             id=work.id,
@@ -77,7 +77,6 @@ class Attempt:
             priority=work.priority,
             grant=self.grant.id,
             granted_blocks=self.grant.blocks,
-            age=age,
             left=left,
             terms=work.terms,
         )

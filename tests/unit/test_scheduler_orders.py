@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler_bench import Bench
 from workers.plan import Finish
-from workers.sequence import Priority
+from workers.sequence import Priority, Request, Sampling
 
 
 def limit(bench: Bench, **fields: bool | int) -> None:
@@ -167,3 +167,15 @@ def test_when_not_all_fit_into_a_step_they_take_turns() -> None:
     assert served[0] + served[1] + served[2] == [f"r{index}" for index in range(6)]
     assert served[3:6] == served[6:9] == served[:3]
     bench.finish()
+
+
+def test_who_waits_starts_in_the_order_of_coming_and_what_ran_elsewhere_first() -> None:
+    bench = Bench(seqs=1)
+    bench.add("runs", 4, 2)
+    bench.step()
+    for name in ("first", "second"):
+        bench.add(name, 4, 2)
+    replay = Request("replay", (1, 2, 3), Sampling(2), b"n", attempt=1, resumed=(4,))
+    bench.scheduler.add(replay, bench.now + 1.0)
+    bench.finish()
+    assert bench.ended() == ["runs", "replay", "first", "second"]
