@@ -99,8 +99,7 @@ class Dispatch:
 
     def ticket(self, waiter: Waiter, now: float) -> Ticket:
         """Its place in the line now."""
-        ask, line = waiter.ask, waiter.line
-        assert line is not None
+        ask, line = waiter.ask, self.models[waiter.model].line
         ahead = line.ahead_of(waiter)
         wait = self.models[waiter.model].drain.wait_for((ahead + 1) * line.tokens / len(line), now)
         return Ticket(ask.request, ask.attempt, ahead, wait)
@@ -111,17 +110,17 @@ class Dispatch:
 
     def drop(self, waiter: Waiter, now: float) -> None:
         """It leaves the line without an answer."""
-        if waiter.line is not None:
-            waiter.line.remove(waiter)
+        if waiter.waits:
+            self.models[waiter.model].line.remove(waiter)
             self._forget(waiter, now)
 
     def expire(self, now: float) -> None:
         """Those whose deadline has passed get a refusal; batch work that has waited too long counts as interactive."""
         for _, waiter in self._deadlines.due(now):
-            if waiter.line is not None:
+            if waiter.waits:
                 self._turn_away(waiter, _late(waiter.ask), now)
                 self._view.end(waiter.ask.request, waiter.ask.attempt, now)
-        self._deadlines.trim(len(self.waiting), lambda _, waiter: waiter.line is not None)
+        self._deadlines.trim(len(self.waiting), lambda _, waiter: waiter.waits)
         for model in self.models.values():
             model.line.advance(now)
 
@@ -161,7 +160,7 @@ class Dispatch:
         assert len(self.waiting) == sum(len(model.line) for model in self.models.values())
         for model in self.models.values():
             model.line.check()
-        assert all(waiter.line is not None for waiter in self.waiting.values())
+        assert all(waiter.waits for waiter in self.waiting.values())
         self._reservations.check(self.waiting)
 
     def _lines_of(self, group: GroupView) -> list[Line]:
@@ -228,8 +227,7 @@ class Dispatch:
         return waiter
 
     def _give(self, group: GroupView, waiter: Waiter, now: float, *, tell: bool = True) -> Grant:
-        assert waiter.line is not None
-        waiter.line.take(waiter, now)
+        self.models[waiter.model].line.take(waiter, now)
         self._forget(waiter, now)
         grant = self._grant(group, waiter.ask, waiter.output, now)
         if tell:

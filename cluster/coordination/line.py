@@ -92,7 +92,7 @@ class Line:
     def add(self, waiter: Waiter) -> None:
         """It takes its place."""
         ask = waiter.ask
-        waiter.line = self
+        waiter.waits = True
         waiter.band = ask.priority
         waiter.rank = _REPLAY if ask.replay else ask.urgency
         self._requests += 1
@@ -119,11 +119,11 @@ class Line:
     def advance(self, now: float) -> None:
         """Batch requests that have waited too long become interactive ones."""
         for _, waiter in self._overdue.due(now):
-            if waiter.line is self and waiter.band is Priority.BATCH:
+            if waiter.waits and waiter.band is Priority.BATCH:
                 self._dequeue(waiter, paid=False)
                 waiter.band = Priority.INTERACTIVE
                 self._enqueue(waiter)
-        self._overdue.trim(self._requests, lambda _, waiter: waiter.line is self)
+        self._overdue.trim(self._requests, lambda _, waiter: waiter.waits)
 
     def walk(self) -> Iterator[Waiter]:
         """In the order in which they are to be served. Not to be changed meanwhile."""
@@ -148,7 +148,7 @@ class Line:
         """Recount everything from scratch."""
         waiters = list(self.walk())
         assert len(waiters) == self._requests == len({id(waiter) for waiter in waiters})
-        assert all(waiter.line is self for waiter in waiters)
+        assert all(waiter.waits for waiter in waiters)
         assert self.tokens == sum(waiter.cost for waiter in waiters)
         assert self.tenants == Counter(waiter.ask.share.tenant for waiter in waiters)
         for priority, queueing in self.classes.items():
@@ -178,7 +178,7 @@ class Line:
     def _leave(self, waiter: Waiter, *, paid: bool) -> None:
         ask = waiter.ask
         self._dequeue(waiter, paid=paid)
-        waiter.line = None
+        waiter.waits = False
         self._requests -= 1
         self.tokens -= waiter.cost
         self.tenants[ask.share.tenant] -= 1

@@ -26,7 +26,7 @@ class Reservations:
         self._placement = placement
         self._bounds = bounds
         self._offer = offer
-        self._held: dict[str, dict[str, Waiter]] = {}
+        self._held: dict[str, dict[str, tuple[Waiter, GroupView]]] = {}
 
     def passed(self, waiters: Iterable[Waiter], now: float) -> None:
         """Another one was granted before each of `waiters`."""
@@ -38,7 +38,7 @@ class Reservations:
         """These stand first in a line. Its head may be waiting for room that nobody behind it finds either."""
         head = True
         for waiter in first:
-            if head and waiter.reserved is None:
+            if head and not waiter.reserved:
                 waiter.passed_at = min(waiter.passed_at, waiter.tried_at)
                 head = False
             self.consider(waiter, now)
@@ -47,23 +47,23 @@ class Reservations:
         """Keep a group free for it, if it is time and there is one."""
         bounds, ask = self._bounds, waiter.ask
         due = ask.alone or waiter.passed >= bounds.bypasses or now - waiter.passed_at >= bounds.bypass_s
-        if not due or waiter.reserved is not None or waiter.line is None:
+        if not due or waiter.reserved or not waiter.waits:
             return
         held = self._held.setdefault(waiter.model, {})
         if len(held) >= max(1, len(self._view.serving.get(waiter.model, ())) // PART):
             return
         group = self._placement.reservable(waiter.model, ask)
         if group is not None:
-            waiter.reserved, group.reserved = group, waiter
-            held[ask.request] = waiter
+            waiter.reserved, group.reserved = True, waiter
+            held[ask.request] = (waiter, group)
             self._view.touch(group, now)
             self._offer(group)
 
     def release(self, waiter: Waiter, now: float) -> None:
         """Nothing is kept free for it any more."""
-        group, waiter.reserved = waiter.reserved, None
-        if group is not None:
-            del self._held[waiter.model][waiter.ask.request]
+        if waiter.reserved:
+            waiter.reserved = False
+            _, group = self._held[waiter.model].pop(waiter.ask.request)
             group.reserved = None
             self._view.touch(group, now)
             self._offer(group)
@@ -71,15 +71,15 @@ class Reservations:
     def release_void(self, now: float) -> None:
         """A group that may get no work is kept free for nobody."""
         for held in self._held.values():
-            for waiter in list(held.values()):
-                if waiter.reserved is not None and not waiter.reserved.listed:
+            for waiter, group in list(held.values()):
+                if not group.listed:
                     self.release(waiter, now)
 
     def check(self, waiting: Mapping[str, Waiter]) -> None:
         """Groups and waiters agree."""
-        held = {request: waiter for part in self._held.values() for request, waiter in part.items()}
-        for request, waiter in held.items():
-            assert waiting[request] is waiter and waiter.reserved is not None and waiter.reserved.reserved is waiter
+        held = {request: pair for part in self._held.values() for request, pair in part.items()}
+        for request, (waiter, group) in held.items():
+            assert waiting[request] is waiter and waiter.reserved and group.reserved is waiter
         for group in self._view.groups.values():
-            assert group.reserved is None or held[group.reserved.ask.request].reserved is group
+            assert group.reserved is None or held[group.reserved.ask.request][1] is group
             assert not group.alone or group.alone in group.ledger.open

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cluster.coordination.grants import Ask
 from workers.sequence import Priority
-
-if TYPE_CHECKING:
-    from cluster.coordination.groupview import GroupView
-    from cluster.coordination.line import Line
 
 FOREVER = float("inf")
 
@@ -23,8 +18,8 @@ turns with its interactive work instead of going before all of it."""
 class Waiter:
     """`model` is the name that its line is kept under; `arrived` is when the request first came, `deadline` when it is
     of no use any more, `output` the tokens it is expected to generate. At `tried_at` its turn came, and there was no
-    room; `passed` others went before it since, the first of them at `passed_at`; `reserved` is the group that is kept
-    free for it. `line` is None once it has left."""
+    room; `passed` others went before it since, the first of them at `passed_at`; `reserved`: a group is kept free for
+    it. `waits`: it stands in its line."""
 
     ask: Ask
     ingress: str
@@ -33,13 +28,13 @@ class Waiter:
     deadline: float
     output: int
     serial: int
-    line: Line | None = None
+    waits: bool = False
     band: Priority = Priority.INTERACTIVE
     rank: int = 0
     tried_at: float = FOREVER
     passed: int = 0
     passed_at: float = FOREVER
-    reserved: GroupView | None = None
+    reserved: bool = False
 
     @property
     def cost(self) -> int:
