@@ -21,7 +21,7 @@ from deploy.config import DEFAULT_MODEL, ConfigError
 from deploy.crowds import Target
 from deploy.figures import Figures
 from deploy.machine import physical_cores
-from deploy.probe import Probe, summary
+from deploy.probe import PERIOD_S, Probe, summary
 from deploy.tables import error_lines, figures_table, ratios
 from deploy.terminal import Tick, bar, out, said_plainly
 
@@ -185,7 +185,8 @@ def _play(
         rows = asyncio.run(crowds.play(scenario, target, tick, seed=seed, timeout_s=timeout_s))
     if watching is None:
         return rows, None
-    seen = summary(watching.looks, target.model)
+    warm = int(scenario.phases[0].warm_s / PERIOD_S) if len(scenario.phases) == 1 else 0
+    seen = summary(watching.looks[warm:] or watching.looks, target.model)  # as the figures leave the warm-up out
     return rows, {"server": f"{target.url}#{target.model or ''}", **(seen.as_json() if seen else {})}
 
 
