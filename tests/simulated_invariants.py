@@ -27,7 +27,7 @@ class Invariants:
         self.closed: set[str] = set()
         self.levels: dict[tuple[int, str, int], tuple[Level, float]] = {}
         self.moves = 0
-        self.reports = 0
+        self.shortages = 0
         self._random_deaths = bool(world.faults.crash_s or world.faults.hang_s)
 
     def _holds(self, condition: bool, what: object = "") -> None:
@@ -58,7 +58,7 @@ class Invariants:
 
     def note_report(self, report: GroupReport) -> None:
         pool = report.pool
-        self.reports += 1
+        self.shortages = max(self.shortages, report.ooms)
         self._holds(pool.free + pool.held + pool.idle + pool.dirty == pool.total, pool)
         self._holds(report.leaked == 0, "leaked blocks")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,13 +41,24 @@ def batches() -> list[object]:
 
 @pytest.mark.parametrize("first", batches())
 def test_any_faults_at_once(first: int) -> None:
+    happened: Counter[str] = Counter()
     for seed in range(first, first + PER_TEST):
         world = play(seed)
         ends = world.tally()
+        happened += Counter(
+            moves=world.invariants.moves,
+            grantless=len(world.grantless),
+            shortages=world.invariants.shortages,
+            replays=sum(attempt > 0 for _, attempt in world.invariants.accepted),
+            poisoned=ends["poisoned_request"],
+            late=ends["timed_out"],
+            refused=ends["cluster_full"],
+        )
         assert world.events >= 2000, f"seed {seed}: only {world.events} events"
         taken = sum(ends.values()) - ends["cluster_full"] - ends["tenant_limit"]
         assert ends["stop"] + ends["length"] >= 0.2 * taken, f"seed {seed}: {ends}"
         assert set(ends) <= HONEST, f"seed {seed}: {ends}"
+    assert len(happened) == 7, f"seeds from {first}: not everything that may go wrong did: {happened}"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1004))
