@@ -63,8 +63,9 @@ class Stage:
         return self.status()["groups"]
 
     def total(self, name: str) -> int:
-        """The sum over groups of a figure of the group or of its pool."""
-        return sum(group[name] if name in group else group["pool"][name] for group in self.groups())
+        """The sum over groups of a figure of the group or of its pool; a group that is not up has no pool."""
+        rows = [group if name in group else group["pool"] for group in self.groups()]
+        return sum(row[name] for row in rows if row is not None)
 
     def complete(self, prompt: object, **fields: object) -> dict[str, Any]:
         """One completion, not streamed."""

@@ -69,15 +69,20 @@ def run_all(stage: Stage, work: Sequence[Job], disturb: Callable[[], None] | Non
 
 
 def settle(stage: Stage, groups: int, ranks: int) -> None:
-    """Wait until the service is whole again and nothing is held, granted or left over."""
+    """Wait until the service is whole again and nothing is held, granted or left over.
 
-    def whole() -> bool:
-        return [group["state"] for group in stage.groups()] == ["up"] * groups
+    All in one look: a death that is heard of late makes void what an earlier look saw.
+    """
 
-    eventually(lambda: answers(whole), 60)
-    eventually(lambda: stage.total("running") == 0 and stage.total("held") == 0, 30)
-    eventually(lambda: stage.total("grants") == 0 and stage.total("committed") == 0, 30)
-    assert stage.total("free") + stage.total("idle") + stage.total("dirty") == stage.total("total")
+    def at_rest() -> list[dict[str, Any]] | None:
+        rows = stage.groups()
+        if [row["state"] for row in rows] != ["up"] * groups:
+            return None
+        busy = sum(row["pool"]["held"] + row["committed"] + row["running"] + row["grants"] for row in rows)
+        return None if busy else rows
+
+    for pool in [row["pool"] for row in eventually(lambda: answers(at_rest), 90)]:
+        assert pool["free"] + pool["idle"] + pool["dirty"] == pool["total"]
     eventually(lambda: len(rank_processes()) == groups * ranks, 20)
 
 
