@@ -21,8 +21,9 @@ _SAMPLING = 16
 class Demand:
     """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this rank,
     `vocabulary` is what it sees of the logits (all of it on rank 0). `item` and `kv_item` are bytes of an activation
-    and of a cached element. A gather of one-token rows names at most `gather_slots` slots, unless one row has more.
-    `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in tiles."""
+    and of a cached element. A gather of one-token rows names at most `gather_slots` slots, unless one row has more; 0:
+    attention gathers nothing. `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in
+    tiles."""
 
     hidden: int
     q_heads: int
@@ -43,9 +44,13 @@ class Demand:
         gathered = max(widest, min(sum(singles), self.gather_slots))
         longest = max((length for _, length in chunks), default=0)
         attention = (
-            self._index_bytes(singles, chunks),
-            max(gathered, longest) * 2 * self.kv_heads * self.head_dim * self._wide(self.kv_item),
-            self._score_bytes(gathered, chunks),
+            ()
+            if not self.gather_slots
+            else (
+                self._index_bytes(singles, chunks),
+                max(gathered, longest) * 2 * self.kv_heads * self.head_dim * self._wide(self.kv_item),
+                self._score_bytes(gathered, chunks),
+            )
         )
         # The logits come when the layers are done.
         logits = sum(row.draw is not None for row in plan.rows) * self.vocabulary * _SAMPLING
@@ -53,10 +58,10 @@ class Demand:
         return tuple(part for part in (plan.tokens * self._token_bytes(), *later) if part)
 
     def _token_bytes(self) -> int:
-        """The residual stream with two fp32 copies (one is what ranks add up), queries, keys and values, what attention
-        makes of them, both halves of the MLP and their product."""
+        """The residual stream and its norm with two fp32 copies (one is what ranks add up); and, one after the other,
+        queries, keys and values with what attention makes of them, or both halves of the MLP and their product."""
         heads = self.item * (self.q_heads + 2 * self.kv_heads) + self._wide(self.item) * self.q_heads
-        return self.item * 3 * (self.hidden + self.inner) + 2 * _FP32 * self.hidden + heads * self.head_dim
+        return 2 * (self.item + _FP32) * self.hidden + max(heads * self.head_dim, 3 * self.item * self.inner)
 
     def _index_bytes(self, singles: list[int], chunks: list[tuple[int, int]]) -> int:
         """Every row's index into the pool, for keys and values of each head, and the masks; all layers share them."""

@@ -78,7 +78,7 @@ class Rank:
             node=host,
             threads=threads,
             device=settings.device,
-            kernel=str(self.runner.linear_kernel),
+            kernel=str(self.runner.kernels),
             blocks=pool_blocks(settings, layout, total=total, used=used, activations=activations),
             block_bytes=layout.block_bytes,
             used=used,

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import KVLayout, Precision, split_evenly
-from workers.attention.reference import BUCKET_SLOTS, ReferenceAttention
+from workers.attention.backend import AttentionBackend
+from workers.attention.reference import BUCKET_SLOTS
 from workers.batch import build_batch
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
-from workers.layers import choose_kernel
 from workers.models.llama import LlamaModel
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
 from workers.plan import Draw, Row, StepPlan, StepResult
 from workers.sampler import sample
+from workers.selection import choose_kernels
 from workers.weights import Checkpoint
 
 _SCALES = (0.5, 4.0)
@@ -33,7 +34,7 @@ class Runner:
     """Rank `comm.rank` of the model in `folder`, loaded on construction.
 
     `precision` is the KV cache's; `dtype` the weights' ("fp32", "bf16", "fp16"; their values are rounded to it);
-    `linear_kernel` forces a kernel by name. Raises Unsupported, WeightError, or ValueError for more ranks than query
+    `kernels` forces kernels by name. Raises Unsupported, WeightError, or ValueError for more ranks than query
     heads. `allocate` must come before the first `run`. Every rank of a group runs the same plans in the same order.
     `drops` counts the steps for which a rank had no memory; `last_step` is the number of the last plan that came.
     """
@@ -50,7 +51,7 @@ class Runner:
         device: torch.device | str = "cpu",
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        linear_kernel: str | None = None,
+        kernels: str | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.layout: KVLayout = spec.layout(block_size, precision, comm.world)[comm.rank]
@@ -58,17 +59,19 @@ class Runner:
         self._max_rows = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._reach = spec.context_length
-        kernel = choose_kernel(dtype, self.device, linear_kernel)
-        self.linear_kernel = kernel.name
-        self._attention: ReferenceAttention | None = None
+        self._kernels = choose_kernels(dtype, self.device, kernels)
+        self.kernels = self._kernels.name
+        self._attention: AttentionBackend | None = None
         self._scale = 1.0
         self.drops = 0
         self.last_step = -1
         self.pool: KVPool | None = None
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-            self._model = LlamaModel(spec, checkpoint, comm=comm, kernel=kernel, dtype=dtype, device=self.device)
+            self._model = LlamaModel(
+                spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device
+            )
             checkpoint.finish()
-        self._demand = self._demand_of(spec, kernel.dtype, precision)
+        self._demand = self._demand_of(spec, precision)
 
     def allocate(self, blocks: int) -> None:
         """Make the KV pool of `blocks` blocks, all zeros; an earlier pool is let go first."""
@@ -76,7 +79,7 @@ class Runner:
             raise ValueError(f"a KV pool needs at least 1 block, got {blocks}")
         self.pool = self._attention = None
         self.pool = KVPool(self.layout, blocks, self.device)
-        self._attention = ReferenceAttention(self.pool)
+        self._attention = self._kernels.attention(self.pool)
 
     def profile(self) -> int:
         """Bytes that the largest step takes beyond weights and pool. All ranks call it together, before `allocate`.
@@ -151,7 +154,7 @@ class Runner:
                 hidden = hidden.index_select(0, batch.sampled)
             return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
 
-    def _demand_of(self, spec: ModelSpec, dtype: torch.dtype, precision: Precision) -> Demand:
+    def _demand_of(self, spec: ModelSpec, precision: Precision) -> Demand:
         rank, world, shard = self._comm.rank, self._comm.world, self._model.shard
         start, stop = split_evenly(spec.intermediate_size, world)[rank]
         return Demand(
@@ -161,9 +164,9 @@ class Runner:
             head_dim=spec.head_dim,
             inner=stop - start,
             vocabulary=spec.vocab_size if rank == 0 else self._model.widths[rank],
-            item=dtype.itemsize,
+            item=self._kernels.dtype.itemsize,
             kv_item=precision.bits // 8,
-            gather_slots=BUCKET_SLOTS,
+            gather_slots=0 if self._kernels.in_place else BUCKET_SLOTS,
             scores=self.device.type != "cpu",
         )
 

@@ -86,7 +86,7 @@ def test_sharded_files_give_the_same_model(tmp_path: Path, models: dict[str, tup
 @pytest.mark.parametrize("kernel", ["torch-fp32", "torch-bf16", None])
 def test_sixteen_bit_weights_stay_close_to_the_model(models: dict[str, tuple[Path, Any]], kernel: str | None) -> None:
     folder, model = models["qwen3"]
-    ranks = Ranks(folder, dtype="bf16", linear_kernel=kernel)
+    ranks = Ranks(folder, dtype="bf16", kernels=kernel)
     tokens = prompt(20)
     got = ranks.walk(tokens, [19, 1], (4, 3, 2, 1, 0))
     # bf16 has 8 bits of mantissa: a few per cent of the logits' spread after three layers.

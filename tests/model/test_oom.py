@@ -275,7 +275,7 @@ PLANS = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_step_asks_for_is_about_what_it_takes(folder: Path, name: str, dtype: str) -> None:
-    ranks = Ranks(folder, linear_kernel=f"torch-{dtype}", dtype=dtype, precision=Precision.parse(dtype))
+    ranks = Ranks(folder, kernels=f"torch-{dtype}", dtype=dtype, precision=Precision.parse(dtype))
     runner, plan = ranks.runners[0], PLANS[name]
     runner.run(plan)
     taken = measured(lambda: runner.run(plan))

@@ -40,7 +40,7 @@ def test_a_step_without_rows_asks_for_nothing() -> None:
 
 
 def test_a_chunk_of_a_prompt_by_hand() -> None:
-    token = 2 * 3 * (576 + 1536) + 8 * 576 + 64 * (2 * (9 + 6) + 6 * 9)
+    token = 2 * (2 + 4) * 576 + max(3 * 2 * 1536, 64 * (2 * (9 + 6) + 6 * 9))
     index = 512 * 2 * 3 * 8
     gather = 512 * 2 * 3 * 64 * (2 + 4)
     assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather)

@@ -21,10 +21,12 @@ class AttentionBackend(Protocol):
         """What all layers of one step share (indices, masks)."""
         ...
 
-    def attend(self, layer: int, query: Tensor, kv: Tensor, step: object) -> Tensor:
-        """Store `kv` [T, 2 * kv_heads, head_dim] (keys first) and return [T, q_heads * head_dim] in query's dtype.
+    def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
+        """Rotate queries and keys, store keys and values, attend: [T, q_heads * head_dim] in heads' dtype.
 
-        `query` is [T, q_heads, head_dim]; query head i reads KV head i // (q_heads / kv_heads). Causal: a token sees
-        its row's positions up to its own.
+        `heads` [T, (q_heads + 2 * kv_heads) * head_dim] holds queries, keys and values side by side and is used up;
+        query head i reads KV head i // (q_heads / kv_heads). `turns` complex64 [T, 1, head_dim / 2] rotates queries and
+        keys, whose pairs lie next to each other (None: as they are). Causal: a token sees its row's positions up to its
+        own. What comes back holds until the next call.
         """
         ...

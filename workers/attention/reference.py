@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
+from workers.rotation import rotate
 
 BUCKET_SLOTS = 32_768
 """Slots that one gather names at most (unless a single row has more): bounds a step's working memory."""
@@ -81,10 +82,15 @@ class ReferenceAttention:
         wide = narrow if narrow.dtype == torch.float32 else torch.empty_like(narrow, dtype=torch.float32)
         return _Step(self._pool.rows(batch.slots).view(-1), decodes, chunks, narrow, wide)
 
-    def attend(self, layer: int, query: Tensor, kv: Tensor, step: object) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
         """See AttentionBackend.attend."""
         assert isinstance(step, _Step)
         pool = self._pool
+        each = heads.unflatten(-1, (-1, pool.head_dim))
+        first = each.shape[1] - 2 * pool.heads
+        if turns is not None:
+            rotate(each[:, : first + pool.heads], turns)
+        query, kv = each[:, :first], each[:, first:]
         vectors = pool.vectors(layer)
         vectors.index_copy_(0, step.write, kv.to(pool.dtype).reshape(-1, pool.head_dim))
         if len(step.decodes) == 1 and step.decodes[0].rows is None:

@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding
 
 from kvstore.layout import HeadShard, split_evenly
 from workers.attention.backend import AttentionBackend
 from workers.batch import Batch
-from workers.layers import DTYPES, Linear, LinearKernel, RMSNorm, Rotation, pair_up, rotate
+from workers.kernels import Activation, Adding, HeadNorm, Kernels, Linear, Norm
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
-from workers.weights import Checkpoint, to_dtype
+from workers.rotation import Rotation, pair_up
+from workers.weights import DTYPES, Checkpoint, to_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """`qkv` gives query, key and value heads side by side, `gate_up` both halves of the MLP's input. `qk_norm` holds
-    the norm of all query and key heads at once: weight [q_heads + kv_heads, head_dim]."""
+    """`qkv` gives query, key and value heads side by side; `qk_norm` is that of all query and key heads at once."""
 
-    attention_norm: RMSNorm
+    attention_norm: Norm
     qkv: Linear
-    qk_norm: RMSNorm | None
-    out: Linear
-    mlp_norm: RMSNorm
+    qk_norm: HeadNorm | None
+    out: Adding
+    mlp_norm: Norm
     gate_up: Linear
-    down: Linear
+    down: Adding
 
 
 class LlamaModel:
@@ -49,7 +49,7 @@ class LlamaModel:
         checkpoint: Checkpoint,
         *,
         comm: Communicator,
-        kernel: LinearKernel,
+        kernels: Kernels,
         dtype: str,
         device: torch.device,
     ) -> None:
@@ -57,9 +57,9 @@ class LlamaModel:
         self._comm = comm
         self.shard: HeadShard = spec.shards(comm.world)[comm.rank]
         self.widths = tuple(stop - start for start, stop in split_evenly(spec.vocab_size, comm.world))
-        loader = _Loader(spec, checkpoint, comm.rank, comm.world, kernel, DTYPES[dtype], device)
+        loader = _Loader(spec, checkpoint, comm, kernels, DTYPES[dtype], device)
         self._vocabulary = loader.vocabulary
-        self._dtype = kernel.dtype
+        self._stream = kernels.stream
         self._rotation = Rotation(spec.rope, spec.head_dim, device)
         self._embedding = loader.embedding()
         self._layers = [loader.layer(index, self.shard) for index in range(spec.layers)]
@@ -72,39 +72,24 @@ class LlamaModel:
         step = attention.prepare(batch)
         hidden = self._embed(batch.tokens)
         for index, layer in enumerate(self._layers):
-            mixed = self._attend(layer, index, layer.attention_norm(hidden), turns, attention, step)
-            hidden = hidden + self._reduce(layer.out(mixed))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
-            hidden = hidden + self._reduce(layer.down(silu(gate).mul_(up)))
+            heads = layer.qkv(layer.attention_norm(hidden))
+            if layer.qk_norm is not None:
+                layer.qk_norm(heads)
+            hidden = layer.out(attention.attend(index, heads, turns, step), hidden)
+            hidden = layer.down(layer.gate_up(layer.mlp_norm(hidden)), hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits fp32 [S, widths[rank]] of hidden states [S, hidden]."""
-        return self._head(self._norm(hidden)).float()
-
-    def _attend(
-        self, layer: _Layer, index: int, x: Tensor, turns: Tensor, attention: AttentionBackend, step: object
-    ) -> Tensor:
-        shard, dim = self.shard, self._spec.head_dim
-        heads = layer.qkv(x).unflatten(-1, (-1, dim))
-        turning = heads[:, : shard.q_heads + shard.kv_heads]
-        if layer.qk_norm is not None:
-            turning.copy_(layer.qk_norm(turning))
-        rotate(turning, turns)
-        return attention.attend(index, heads[:, : shard.q_heads], heads[:, shard.q_heads :], step)
+        return self._head(self._norm(hidden))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._comm.world == 1:
-            return embedding(tokens, self._embedding).to(self._dtype)
+            return embedding(tokens, self._embedding).to(self._stream)
         start, stop = self._vocabulary
         mine = (tokens >= start) & (tokens < stop)
         rows = embedding(torch.where(mine, tokens - start, 0), self._embedding).float()
-        return self._comm.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(self._dtype)
-
-    def _reduce(self, partial: Tensor) -> Tensor:
-        if self._comm.world == 1:
-            return partial
-        return self._comm.all_reduce(partial.float()).to(partial.dtype)
+        return self._comm.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(self._stream)
 
 
 class _Loader:
@@ -114,20 +99,19 @@ class _Loader:
         self,
         spec: ModelSpec,
         checkpoint: Checkpoint,
-        rank: int,
-        world: int,
-        kernel: LinearKernel,
+        comm: Communicator,
+        kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._spec = spec
         self._checkpoint = checkpoint
-        self._rank = rank
-        self._kernel = kernel
+        self._comm = comm
+        self._kernels = kernels
         self._dtype = dtype
         self._device = device
-        self._columns = split_evenly(spec.intermediate_size, world)[rank]
-        self.vocabulary = split_evenly(spec.vocab_size, world)[rank]
+        self._columns = split_evenly(spec.intermediate_size, comm.world)[comm.rank]
+        self.vocabulary = split_evenly(spec.vocab_size, comm.world)[comm.rank]
 
     def embedding(self) -> Tensor:
         """This rank's rows of the token embedding, in the weights' dtype."""
@@ -138,13 +122,15 @@ class _Loader:
         """The projection to this rank's slice of the vocabulary."""
         if self._spec.tie_embeddings:
             self._checkpoint.skip("lm_head.weight")
-            return self._kernel.build(tied, None)
+            return self._kernels.linear(tied, None, slot="logits", wide=True)
         shape = (self._spec.vocab_size, self._spec.hidden_size)
-        return self._kernel.build(self._take("lm_head.weight", shape, rows=self.vocabulary), None)
+        weight = self._take("lm_head.weight", shape, rows=self.vocabulary)
+        return self._kernels.linear(weight, None, slot="logits", wide=True)
 
-    def norm(self, name: str) -> RMSNorm:
+    def norm(self, name: str) -> Norm:
+        """A norm of the residual stream."""
         weight = self._take(name, (self._spec.hidden_size,))
-        return RMSNorm(weight, self._spec.norm_eps, self._kernel.dtype)
+        return self._kernels.norm(weight, self._spec.norm_eps, slot="normed")
 
     def layer(self, index: int, shard: HeadShard) -> _Layer:
         """Layer `index` with the heads of `shard`."""
@@ -174,43 +160,52 @@ class _Loader:
             if spec.qkv_bias:
                 bias = self._take(prefix + name + ".bias", (total * dim,), rows=rows)
                 biases.append(pair_up(bias, dim) if rotates else bias)
-        return self._kernel.build(torch.cat(weights), torch.cat(biases) if biases else None)
+        return self._kernels.linear(torch.cat(weights), torch.cat(biases) if biases else None, slot="heads")
 
-    def _qk_norm(self, prefix: str, shard: HeadShard) -> RMSNorm | None:
+    def _qk_norm(self, prefix: str, shard: HeadShard) -> HeadNorm | None:
         if not self._spec.qk_norm:
             return None
         dim = self._spec.head_dim
         query, key = (pair_up(self._take(f"{prefix}{name}_norm.weight", (dim,)), dim) for name in "qk")
         weight = torch.cat((query.expand(shard.q_heads, -1), key.expand(shard.kv_heads, -1)))
-        return RMSNorm(weight, self._spec.norm_eps, self._kernel.dtype)
+        return self._kernels.head_norm(weight, self._spec.norm_eps)
 
-    def _out(self, name: str, shard: HeadShard) -> Linear:
+    def _out(self, name: str, shard: HeadShard) -> Adding:
         spec, dim = self._spec, self._spec.head_dim
         columns = (shard.q_start * dim, shard.q_stop * dim)
         weight = self._take(name + ".weight", (spec.hidden_size, spec.q_heads * dim), columns=columns)
-        return self._kernel.build(weight, self._reduced_bias(name, spec.output_bias))
+        return self._adding(weight, self._reduced_bias(name, spec.output_bias))
 
     def _gate_up(self, prefix: str) -> Linear:
-        spec = self._spec
-        weights, biases = [], []
-        for name in ("gate_proj", "up_proj"):
-            shape = (spec.intermediate_size, spec.hidden_size)
-            weights.append(self._take(f"{prefix}{name}.weight", shape, rows=self._columns))
-            if spec.mlp_bias:
-                biases.append(self._take(f"{prefix}{name}.bias", shape[:1], rows=self._columns))
-        return self._kernel.build(torch.cat(weights), torch.cat(biases) if biases else None)
+        gate, gate_bias = self._columns_of(prefix + "gate_proj")
+        up, up_bias = self._columns_of(prefix + "up_proj")
+        biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
+        return self._kernels.gated(gate, up, biases, Activation.SILU, slot="inner")
 
-    def _down(self, name: str) -> Linear:
+    def _columns_of(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of a linear into the MLP's inside: weight and bias."""
+        shape = (self._spec.intermediate_size, self._spec.hidden_size)
+        weight = self._take(f"{name}.weight", shape, rows=self._columns)
+        return weight, self._take(f"{name}.bias", shape[:1], rows=self._columns) if self._spec.mlp_bias else None
+
+    def _down(self, name: str) -> Adding:
         spec = self._spec
         weight = self._take(name + ".weight", (spec.hidden_size, spec.intermediate_size), columns=self._columns)
-        return self._kernel.build(weight, self._reduced_bias(name, spec.mlp_bias))
+        return self._adding(weight, self._reduced_bias(name, spec.mlp_bias))
+
+    def _adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
+        """A linear that adds to the residual stream what all ranks together have computed, summed in fp32."""
+        if self._comm.world == 1:
+            return self._kernels.adding(weight, bias)
+        product, all_reduce = self._kernels.linear(weight, bias, slot="partial", wide=True), self._comm.all_reduce
+        return lambda x, stream: stream + all_reduce(product(x)).to(stream.dtype)
 
     def _reduced_bias(self, name: str, present: bool) -> Tensor | None:
         """The bias of a linear whose outputs are summed over ranks: read by all, added by rank 0."""
         if not present:
             return None
         bias = self._take(name + ".bias", (self._spec.hidden_size,))
-        return bias if self._rank == 0 else None
+        return bias if self._comm.rank == 0 else None
 
     def _take(
         self,

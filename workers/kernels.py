@@ -1,0 +1,80 @@
+"""Kernels: what a model needs of whoever computes its parts, linears and norms, on one device. It knows no model.
+
+A model builds its parts once, while it loads, and calls them in every step. Where two implementations differ is which
+formats pass between the parts and whether a part works in place; a model is written against this page alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionBackend
+from workers.kvpool import KVPool
+
+Linear = Callable[[Tensor], Tensor]
+"""[T, in] → [T, out], rows contiguous."""
+Adding = Callable[[Tensor, Tensor], Tensor]
+"""x [T, in] and the residual stream [T, out] → the stream with x's product added. The stream handed in is used up: it
+may be the one that comes back, changed."""
+Norm = Callable[[Tensor], Tensor]
+"""[T, d] of the residual stream → [T, d] in the kernels' dtype."""
+HeadNorm = Callable[[Tensor], None]
+"""Normalises each head's vector in place: the first columns of [T, ≥ heads * head_dim], the others left alone."""
+
+
+class Activation(Enum):
+    """What a gated MLP does to its gate. GELU_TANH is the tanh approximation (arXiv 1606.08415)."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"
+
+
+class Kernels(Protocol):
+    """How linears and norms are computed: `name` as status shows it, `dtype` of what passes between the parts of a
+    layer, `stream` of the residual stream.
+
+    Weights are [out, in], biases [out], in any float dtype; they are packed or converted, not kept. A part's output
+    lives in a buffer that all parts of the same `slot` share: it holds until one of them is called again.
+    `in_place` says that attention reads the pool where it lies, without gathering it first.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def stream(self) -> torch.dtype: ...
+    @property
+    def in_place(self) -> bool: ...
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, slot: str, wide: bool = False) -> Linear:
+        """x @ weight.T + bias, in `dtype`, or in fp32 when `wide`."""
+        ...
+
+    def gated(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: Activation, *, slot: str
+    ) -> Linear:
+        """activation(x @ gate.T) * (x @ up.T); biases are those of gate and up."""
+        ...
+
+    def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
+        """stream + x @ weight.T + bias."""
+        ...
+
+    def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
+        """RMSNorm: x / sqrt(mean(x²) + eps) * weight, computed in fp32 (arXiv 1910.07467)."""
+        ...
+
+    def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:
+        """RMSNorm of every head by itself; weight [heads, head_dim]."""
+        ...
+
+    def attention(self, pool: KVPool) -> AttentionBackend:
+        """The backend over `pool`."""
+        ...
