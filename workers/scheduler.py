@@ -181,10 +181,8 @@ class Scheduler:
 
     def _make_way(self, now: float) -> None:
         """Preempt batch work for the first in line, if it is interactive and that gives it the room it lacks."""
-        head = next(iter(self.waiting.first(1)), None)
+        head = next(iter(self._candidates()), None)
         if head is None or head.pending or head.request.priority is not Priority.INTERACTIVE:
-            return
-        if not self.limits.refill and not head.preemptions:
             return
         batch = batch_victims(self.store, self.running)
         if not batch or not self._would_start(head, now, slots=len(batch), blocks=freed_blocks(self.store, batch)):
@@ -241,8 +239,6 @@ class Scheduler:
         for sequence in self._candidates():
             if not draft.room or len(self.running) >= self.limits.max_num_seqs:
                 return
-            if not self.limits.refill and self.running and not sequence.preemptions:
-                return
             if sequence.pending:
                 continue  # preempted while its token is being sampled: known with the next result
             fits = self._admission.fits(sequence, now, alone=not self.running)
@@ -258,9 +254,15 @@ class Scheduler:
                 blocked.append(sequence)
 
     def _candidates(self) -> tuple[Sequence, ...]:
-        """Who may start, in order. Without refill, what was preempted; if that is nothing, one that runs alone."""
-        preempted = () if self.limits.refill else self.waiting.preempted(ADMISSION_WINDOW)
-        return preempted or self.waiting.first(ADMISSION_WINDOW)
+        """Who may start, in order. Without refill, what was preempted; if that is nothing, one of each tenant that has
+        nothing here, as what they take was kept for them; if nothing runs, one that runs alone."""
+        if not len(self.waiting):
+            return ()
+        busy = frozenset(sequence.request.terms.tenant for sequence in self.running)
+        if self.limits.refill:
+            return self.waiting.first(ADMISSION_WINDOW, busy)
+        alone = () if busy else self.waiting.first(1)
+        return self.waiting.preempted(ADMISSION_WINDOW) or self.waiting.guests(busy) or alone
 
     def _start(self, sequence: Sequence, table: BlockTable) -> None:
         self.waiting.remove(sequence)

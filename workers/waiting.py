@@ -45,6 +45,21 @@ class WaitingList:
         """The first `count` of those that ran before."""
         return tuple([s for s in self._sequences if s.preemptions][:count])
 
-    def first(self, count: int) -> tuple[Sequence, ...]:
-        """The first `count`, as they stand now."""
-        return tuple(self._sequences[:count])
+    def first(self, count: int, busy: frozenset[bytes] = frozenset()) -> tuple[Sequence, ...]:
+        """The first `count`, as they stand now. Within a class, behind those that ran before, one of each tenant that
+        is not `busy` goes first: what it waits for is little, and the others have much."""
+        firsts = self.guests(busy)
+        if not firsts:
+            return tuple(self._sequences[:count])
+        ahead = set(map(id, firsts))
+        order = sorted(self._sequences, key=lambda s: (*s.rank[:2], id(s) not in ahead))
+        return tuple(order[:count])
+
+    def guests(self, busy: frozenset[bytes]) -> tuple[Sequence, ...]:
+        """The first of each tenant that is not `busy`, while another is."""
+        found: dict[bytes, Sequence] = {}
+        for sequence in self._sequences if busy else ():
+            tenant = sequence.request.terms.tenant
+            if tenant not in busy:
+                found.setdefault(tenant, sequence)
+        return tuple(found.values())

@@ -32,12 +32,18 @@ def preempts(group: GroupView, ask: Ask) -> bool:
 def has_room(group: GroupView, ask: Ask, blocks: int, now: float, waiter: Waiter | None = None) -> bool:
     """Whether it may go there now. With nothing else live (or only what makes way for it) it may have the whole group:
     watermark and levels waived. `waiter` is its place in the line, if it has one: a group may be kept free for it."""
-    if group.alone or not _may_have(group, ask, waiter):
+    if group.alone:
         return False
     ledger = group.ledger
+    if not ask.alone and _is_welcome(group, ask, blocks):
+        return True
+    if not _may_have(group, ask, waiter):
+        return False
     if not ledger.slots:
         return True
-    if ask.alone or (group.ladder.shrinks and not ask.replay):
+    if ask.alone:
+        return False
+    if group.ladder.shrinks and not ask.replay:
         return False
     if preempts(group, ask):
         slots, committed, steps = ledger.slots - ledger.batch, ledger.committed_ahead, 2
@@ -45,11 +51,9 @@ def has_room(group: GroupView, ask: Ask, blocks: int, now: float, waiter: Waiter
             return True
     else:
         slots, committed, steps = ledger.slots, ledger.committed, 1
-    slot_limit, block_limit = group.slot_limit, group.block_limit
     promised = ask.replay or (waiter is not None and group.reserved is waiter)
-    if not promised and group.keeps_guest_room(ask.share.tenant, now):
-        slot_limit, block_limit = slot_limit - group.guest_slots, block_limit - group.guest_blocks
-    if slots >= slot_limit or committed + blocks > block_limit:
+    kept = 0 if promised else group.guests.kept_from(ask.share.tenant, now)
+    if slots >= group.slot_limit - bool(kept) or committed + blocks > group.block_limit - kept:
         return False
     backlog = group.backlog(now)
     return not backlog or backlog + ask.prompt_tokens <= steps * group.backlog_limit
@@ -60,6 +64,15 @@ def overbooked(group: GroupView, ask: Ask, blocks: int) -> int:
     if not preempts(group, ask):
         return 0
     return min(blocks, max(0, group.ledger.committed + blocks - group.block_limit))
+
+
+def _is_welcome(group: GroupView, ask: Ask, blocks: int) -> bool:
+    """Whether it may come as a guest, however much the others there will still grow: its blocks are free now, and what
+    all guests take together is bounded."""
+    guests = group.guests
+    if not guests.is_guest(ask.share.tenant) or not guests.admits(blocks):
+        return False
+    return group.ledger.slots < group.card.max_num_seqs and group.occupied + blocks <= group.card.blocks
 
 
 def _may_have(group: GroupView, ask: Ask, waiter: Waiter | None) -> bool:
@@ -74,6 +87,8 @@ def is_open(group: GroupView, best: Priority) -> bool:
     ledger = group.ledger
     if group.alone:
         return False
+    if group.guests.expected:
+        return True
     if best is Priority.INTERACTIVE and ledger.batch:
         return ledger.slots - ledger.batch < group.slot_limit and ledger.committed_ahead < group.block_limit
     return not ledger.slots or (ledger.slots < group.slot_limit and ledger.committed < group.block_limit)

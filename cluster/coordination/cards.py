@@ -14,7 +14,8 @@ PROTOCOL = 2
 
 @dataclass(frozen=True, slots=True)
 class RankCard:
-    """One rank process. `pool_bytes` is its share of the KV pool."""
+    """One rank process. `pool_bytes` is its share of the KV pool; `kernel` names what computes there, `kernel_why` says
+    why that and nothing faster."""
 
     rank: int
     pid: int
@@ -22,6 +23,8 @@ class RankCard:
     threads: int
     device: str
     pool_bytes: int
+    kernel: str = ""
+    kernel_why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class GroupCard:
     protocol: int = PROTOCOL
     revision: str = ""
     restarts: int = 0
+
+    @property
+    def kernels(self) -> str:
+        """What the ranks compute with, and why, in words."""
+        return "; ".join(dict.fromkeys(f"{rank.kernel} ({rank.kernel_why})" for rank in self.ranks))
 
     @property
     def longest(self) -> int:

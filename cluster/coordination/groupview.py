@@ -5,11 +5,10 @@ The group is the truth, this is a view of it. Decides nothing and knows no clock
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-
 from cluster.coordination.cards import GroupCard, GroupState, Standing
 from cluster.coordination.chains import Chains
 from cluster.coordination.grants import Incarnation
+from cluster.coordination.guests import Guests
 from cluster.coordination.ladder import Ladder
 from cluster.coordination.ledger import Ledger, OpenGrant
 from cluster.coordination.terms import CoordinatorTerms
@@ -24,9 +23,9 @@ _LEAST_S = 0.1
 
 class GroupView:
     """`load` is its fullest resource as a share: blocks, slots, prefill backlog; `rank` orders groups for new work.
-    `tenants` counts open grants; `guest_blocks` and `guest_slots` are kept for tenants that have none.
-    `reserved` is who it is kept free for, `alone` the grant that nothing else may run beside. `place`
-    is its own in the roster, None while it may get nothing; `watch_at` belongs to the view."""
+    `guests` are tenants that have nothing else there. `reserved` is who it is kept free for, `alone` the grant that
+    nothing else may run beside. `place` is its own in the roster, None while it may get nothing; `watch_at` belongs to
+    the view."""
 
     def __init__(self, card: GroupCard, epoch: int, number: int, now: float, terms: CoordinatorTerms) -> None:
         bounds = terms.bounds
@@ -45,17 +44,14 @@ class GroupView:
         self.slot_limit = card.max_num_seqs + max(1, int(bounds.slots_ahead * card.max_num_seqs))
         self.block_limit = int(card.blocks * (1 - bounds.watermark))
         self.backlog_limit = bounds.backlog_steps * card.max_num_batched_tokens
-        self.guest_blocks = int(bounds.guest_share * card.blocks)
-        self.guest_slots = int(bounds.guest_share * card.max_num_seqs)
-        self.tenants: Counter[str] = Counter()
+        self.guests = Guests(int(bounds.guest_share * card.blocks), bounds.guest_s)
         self.load = 0.0
         self.rank = 0.0
         self.reserved: Waiter | None = None
         self.alone = ""
         self.place: tuple[float, int] | None = None
         self.watch_at = now
-        self._guest_s = bounds.guest_s
-        self._served: OrderedDict[str, float] = OrderedDict()
+        self._freed = 0
         self._backlog = 0.0
         self._backlog_at = now
         self._prefill_rate = 0.0
@@ -91,11 +87,12 @@ class GroupView:
             (self.backlog(now) + tokens) / self.backlog_limit,
         )
 
-    def keeps_guest_room(self, tenant: str, now: float) -> bool:
-        """Whether `tenant` must leave room for others: it has something here, and another was served lately."""
-        if not self.tenants[tenant]:
-            return False
-        return any(other != tenant and now - at <= self._guest_s for other, at in self._served.items())
+    @property
+    def occupied(self) -> int:
+        """Blocks that are held, as last told, less those of grants that ended since, and those of grants that no report
+        has shown yet."""
+        held = self.report.pool.held if self.report else 0
+        return max(0, held - self._freed) + self.ledger.unseen_blocks
 
     def refresh(self, now: float) -> None:
         """Compute `load` and `rank` anew: call after every change."""
@@ -115,21 +112,14 @@ class GroupView:
         self._backlog_at = now
         if entry.ask.alone:
             self.alone = entry.grant.id
-        tenant = entry.ask.share.tenant
-        self.tenants[tenant] += 1
-        self._served[tenant] = now
-        self._served.move_to_end(tenant)
-        if len(self._served) > 2:
-            self._served.popitem(last=False)
+        entry.guest = self.guests.opened(entry.ask.share.tenant, entry.grant.blocks, now)
 
     def ended(self, entry: OpenGrant) -> None:
         """The ledger has closed this entry."""
         if self.alone == entry.grant.id:
             self.alone = ""
-        tenant = entry.ask.share.tenant
-        self.tenants[tenant] -= 1
-        if not self.tenants[tenant]:
-            del self.tenants[tenant]
+        self.guests.ended(entry.ask.share.tenant, entry.grant.blocks, guest=entry.guest)
+        self._freed += entry.grant.blocks if entry.seen else 0
 
     def take(self, report: GroupReport, now: float) -> list[OpenGrant] | None:
         """Take in a report; returns the grants that ended by it, None when it is older than the last."""
@@ -147,6 +137,7 @@ class GroupView:
         ended = self.ledger.reconcile(report)
         for entry in ended:
             self.ended(entry)
+        self._freed = 0
         self._backlog = float(report.waiting_tokens + self.ledger.fresh_tokens)
         self._backlog_at = now
         return ended

@@ -26,7 +26,8 @@ class Stage(Enum):
 class OpenGrant:
     """`seen`: the group has told that it took the grant. `withdrawn`: its owner wants no more of it, so that it stays
     void even while its request still runs; an expired one that turns out to run is a good grant again. `over` are the
-    blocks that it was given though they were committed to batch work, which must make way for it."""
+    blocks that it was given though they were committed to batch work, which must make way for it. `guest`: it lives in
+    the room that is kept for guests."""
 
     grant: Grant
     ask: Ask
@@ -35,6 +36,7 @@ class OpenGrant:
     seen: bool = False
     withdrawn: bool = False
     over: int = 0
+    guest: bool = False
 
     @property
     def is_batch(self) -> bool:
@@ -63,14 +65,19 @@ class Ledger:
         self._strangers = 0
 
     @property
+    def unseen_blocks(self) -> int:
+        """Blocks of grants that no report has shown yet."""
+        return self._blocks - self._seen_blocks
+
+    @property
     def committed(self) -> int:
         """Blocks."""
-        return self._blocks - self._seen_blocks + self._expected()
+        return self.unseen_blocks + self._expected()
 
     @property
     def committed_ahead(self) -> int:
         """Blocks, less those of batch work, which makes way for interactive work."""
-        unseen = self._blocks - self._seen_blocks - (self._batch_blocks - self._batch_seen_blocks)
+        unseen = self.unseen_blocks - (self._batch_blocks - self._batch_seen_blocks)
         expected = self._expected()
         if self._seen_blocks:
             expected -= min(self._batch_seen_blocks, expected * self._batch_seen_blocks // self._seen_blocks)

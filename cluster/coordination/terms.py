@@ -14,10 +14,10 @@ class Bounds:
     within `grant_s` is void. `slots_ahead` is the share of a group's slots (at least one) for which it gets requests
     before their slot is free, so that no slot waits for a round trip; `backlog_steps` how many full steps of prefill
     may be granted ahead; `watermark` the share of blocks that stays ungranted while something runs. Where several
-    tenants were served within `guest_s`, `guest_share` of blocks and slots are kept for those that have nothing
-    there: a tenant that asks little need not wait until one that floods ends something. `forget_s`: how
-    long an ended request's latest attempt is remembered. `affinity_s` and `affinity_keys`: how long, and how many,
-    likenesses of requests are remembered with the group that served them."""
+    tenants were served within `guest_s`, room is kept for those that have nothing there, as much as they took lately
+    and at most `guest_share` of the blocks: one that asks little need not wait until one that floods ends something.
+    `forget_s`: how long an ended request's latest attempt is remembered. `affinity_s` and `affinity_keys`: how long,
+    and how many, likenesses of requests are remembered with the group that served them."""
 
     lapse_s: float = 5.0
     stall_s: float = 30.0
@@ -27,7 +27,7 @@ class Bounds:
     slots_ahead: float = 0.125
     backlog_steps: int = 8
     watermark: float = 0.02
-    guest_share: float = 0.06
+    guest_share: float = 0.125
     guest_s: float = 60.0
     affinity_s: float = 300.0
     affinity_keys: int = 262_144

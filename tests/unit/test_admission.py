@@ -7,6 +7,7 @@ import pytest
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.grants import Grant
 from cluster.coordination.terms import Bounds, CoordinatorTerms
+from kvstore.store import PoolReport
 from tests.coordination import (
     Listener,
     answer,
@@ -196,7 +197,7 @@ def test_a_tenant_with_nothing_running_finds_room_beside_one_that_floods() -> No
     taken = 0
     while isinstance(answer(coordinator, ask(f"f{taken}", share=flood), 1.0), Grant):
         taken += 1
-    assert 40 <= taken < 49, "two blocks each: some are kept"
+    assert taken == 49, "two blocks each: as much as the quiet one took is kept"
     placed(coordinator, ask("q1", share=quiet), 2.0)
     found = [answer(coordinator, ask(f"q{number}", share=quiet), 2.0) for number in range(2, 9)]
     assert not any(isinstance(one, Grant) for one in found), "what is kept is for those that have nothing there"
@@ -209,3 +210,31 @@ def test_a_tenant_alone_may_have_all_the_room() -> None:
     while isinstance(answer(coordinator, ask(f"f{taken}", share=tenant("flood")), 1.0), Grant):
         taken += 1
     assert taken == 50
+
+
+def test_a_guest_comes_in_while_the_group_shrinks_and_however_long_others_have_waited() -> None:
+    coordinator = Coordinator(terms())
+    coordinator.join(card(blocks=100, max_num_seqs=100, max_num_batched_tokens=10_000), 0.0)
+    flood = [placed(coordinator, ask(f"f{number}", share=tenant("flood")), 0.0) for number in range(40)]
+    for half in range(10):
+        full = PoolReport(100, 20, 80, 0, 0, 16)
+        coordinator.report(running(flood, half + 1, committed=130, pool=full), half / 2)
+    assert coordinator.groups(5.0)[0].level == "shrink"
+    queued(coordinator, ask("more", share=tenant("flood")), 5.0)
+    placed(coordinator, ask("q0", prompt=80, share=tenant("quiet")), 5.0)
+    queued(coordinator, ask("q1", share=tenant("quiet")), 5.0)
+    placed(coordinator, ask("o", prompt=80, share=tenant("other")), 5.0)
+    queued(coordinator, ask("p", share=tenant("one more")), 5.0)  # an eighth of the pool is what all guests may take
+    coordinator.settle([outcome(flood[0])], 5.1)
+    assert coordinator.waiting == 3
+
+
+def test_a_guest_takes_blocks_that_are_free_now_no_others() -> None:
+    coordinator = Coordinator(terms())
+    coordinator.join(card(blocks=100, max_num_seqs=100, max_num_batched_tokens=10_000), 0.0)
+    flood = [placed(coordinator, ask(f"f{number}", share=tenant("flood")), 0.0) for number in range(50)]
+    coordinator.report(running(flood, 1, committed=130, pool=PoolReport(100, 1, 99, 0, 0, 16)), 0.5)
+    queued(coordinator, ask("q", share=tenant("quiet")), 1.0)
+    coordinator.settle([outcome(flood[0])], 1.1)
+    coordinator.tick(1.2)
+    assert coordinator.waiting == 0, "two blocks are back"
