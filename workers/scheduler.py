@@ -254,15 +254,17 @@ class Scheduler:
                 blocked.append(sequence)
 
     def _candidates(self) -> tuple[Sequence, ...]:
-        """Who may start, in order. Without refill, what was preempted; if that is nothing, one of each tenant that has
-        nothing here, as what they take was kept for them; if nothing runs, one that runs alone."""
+        """Who may start, in order. Without refill, what was preempted, and one of each tenant that has nothing here, as
+        what they take was kept for them; if that is nobody and nothing runs, one that runs alone."""
         if not len(self.waiting):
             return ()
         busy = frozenset(sequence.request.terms.tenant for sequence in self.running)
         if self.limits.refill:
             return self.waiting.first(ADMISSION_WINDOW, busy)
-        alone = () if busy else self.waiting.first(1)
-        return self.waiting.preempted(ADMISSION_WINDOW) or self.waiting.guests(busy) or alone
+        back = {id(s): s for s in (*self.waiting.preempted(ADMISSION_WINDOW), *self.waiting.guests(busy))}
+        if back or busy:
+            return tuple(sorted(back.values(), key=lambda sequence: sequence.rank))
+        return self.waiting.first(1)
 
     def _start(self, sequence: Sequence, table: BlockTable) -> None:
         self.waiting.remove(sequence)
