@@ -44,13 +44,13 @@ class Guests:
 
     def kept_from(self, tenant: str, now: float) -> int:
         """Blocks that `tenant`, which has something here, must leave: what the others that ask little have taken
-        lately, less what guests have of it now."""
+        lately (nothing for one that takes more than may be kept), less what guests have of it now."""
         if not self._live[tenant] or len(self._lately) < 2:
             return 0
         kept = sum(
             blocks
             for other, (at, blocks) in self._lately.items()
-            if other != tenant and self._live[other] <= 1 and now - at <= self._stay_s
+            if other != tenant and self._live[other] <= 1 and blocks <= self.most and now - at <= self._stay_s
         )
         return max(0, int(min(self.most, kept)) - self.blocks)
 
