@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from cluster.autopsy import write_autopsy
 from cluster.bundles import Resources
 from cluster.coordination.cards import Reply
+from cluster.departure import seconds_left
 from cluster.incarnation import CannotStart, Incarnation, NoProgress, reason
 from cluster.links import CoordinatorLink
 from cluster.loopback import keep_on_loopback
@@ -35,6 +36,9 @@ REBUILDS = 2
 """How often in a row rebuilding is tried before Serve is told that this replica is broken."""
 CALL_S = 5.0
 """How long the coordinator may take for a call; a group never waits longer for it."""
+HANDOVER_S = 5.0
+"""So long before its node goes a group ends what still runs. Replayed then, it costs its client hardly a pause; once
+the node has gone, as long as it takes to be missed."""
 JOIN_REST_S = 0.5
 _IDLE_LOOK_S = 0.1
 _UNREACHABLE = (ConnectionError, TimeoutError)
@@ -44,7 +48,7 @@ log = logging.getLogger("ray.serve")
 
 class GroupOwner:
     """One replica, one group. `coordinator` says whom to report to; `bundles` are those of its place; running requests
-    get `drain_s` seconds to end when the replica is stopped."""
+    get `drain_s` seconds to end when the replica is stopped, less where its node goes before."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -105,6 +109,7 @@ class GroupOwner:
         incarnation = await Incarnation.start(
             self._name, name, self._settings, place, self._bundles, self._say, restarts=self._restarts + 1
         )
+        log.info("group %s computes with %s", self._name, incarnation.card.kernels)
         try:
             await self._enter(incarnation)
         except BaseException:
@@ -214,12 +219,21 @@ class GroupOwner:
             while not await incarnation.drain():
                 await asyncio.sleep(_IDLE_LOOK_S)
 
+        within = await self._drain_within()
         try:
-            await asyncio.wait_for(until_idle(), self._drain_s)
+            await asyncio.wait_for(until_idle(), within)
         except TimeoutError:
-            log.warning("group %s: requests still running after %.0f s are cut off", self._name, self._drain_s)
+            log.warning("group %s: requests still running after %.0f s are cut off", self._name, within)
         except RayError as error:
             log.warning("group %s died while it drained: %s", self._name, reason(error))
+
+    async def _drain_within(self) -> float:
+        try:
+            left = await asyncio.to_thread(seconds_left)
+        except RayError as error:
+            log.warning("group %s cannot tell whether its node goes: %s", self._name, error)
+            left = None
+        return self._drain_s if left is None else max(0.0, min(self._drain_s, left - HANDOVER_S))
 
     async def _try(self, call: Awaitable[Any]) -> None:
         """A call to the coordinator that may be lost: reports set it right later."""

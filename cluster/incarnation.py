@@ -93,9 +93,9 @@ class Incarnation:
         await say("loading weights")
         facts: list[RankFacts] = await _all(rank.load.remote(address) for rank in ranks)
         blocks = min(fact.blocks for fact in facts)
-        await say("allocating the KV pool")
-        await _all(rank.build.remote(blocks, group) for rank in ranks)
         card = _card(group, name, settings, facts, blocks, restarts)
+        await say(f"allocating the KV pool, for {card.kernels}")
+        await _all(rank.build.remote(blocks, group) for rank in ranks)
         incarnation = cls(name, ranks, card, settings.step_timeout_s)
         await say("generating a first token")
         await incarnation._warm_up()
@@ -204,7 +204,16 @@ def _card(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=facts[0].max_model_len,
         ranks=tuple(
-            RankCard(fact.rank, fact.pid, fact.node, fact.threads, fact.device, fact.block_bytes * blocks)
+            RankCard(
+                rank=fact.rank,
+                pid=fact.pid,
+                node=fact.node,
+                threads=fact.threads,
+                device=fact.device,
+                pool_bytes=fact.block_bytes * blocks,
+                kernel=fact.kernel,
+                kernel_why=fact.kernel_why,
+            )
             for fact in facts
         ),
         revision=settings.revision,

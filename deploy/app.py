@@ -9,8 +9,9 @@ the keys of ClusterConfig); `run`, `status` and `watching` are what the command 
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from deploy.machine import physical_cores, port_fault
 from deploy.room import Demand
 from deploy.sections import ModelSection
 from deploy.service import Plan, Service, ServiceError
-from deploy.settings import coordinator_settings, group_settings, ingress_settings
+from deploy.settings import coordinator_settings, group_settings, ingress_settings, native_folder
 from workers.models.spec import ModelSpec
+from workers.native.build import NativeUnavailable, built
+from workers.native.processor import Processor
 
 Progress = Callable[[str], None]
 Look = Callable[[], dict[str, Any]]
@@ -76,6 +79,7 @@ def run(
     it did not come up; nothing is left running then. The caller closes the service.
     """
     check(config, folders)
+    _compile_ahead(config)
     on_progress("starting Ray")
     link = connect_ray(address) if address else start_ray(run_dir() / "token")
     service = Service(link, config.service_name, run_dir())
@@ -142,7 +146,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
-    cores = physical_cores()
+    cores, environment = physical_cores(), Environment.read()
     revisions = [fingerprint(folder) for folder in folders]
     facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
     coordinator = coordinator_settings(config, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
@@ -150,7 +154,9 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
     for name, section, folder, revision in zip(
         deployment_names(config.sections), config.sections, folders, revisions, strict=True
     ):
-        settings = group_settings(config, section, folder, revision, device=device, cores=cores)
+        settings = group_settings(
+            config, section, folder, revision, device=device, cores=cores, cache=environment.cache
+        )
         memory = _rank_memory(section, folder) if device == "cpu" else 0
         bundles = group_bundles(
             section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
@@ -158,7 +164,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         demand = Demand(tuple(bundles), section.groups, section.names[0])
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
         demands.append(demand)
-    front = ingress_settings(config, folders, revisions, Environment.read())
+    front = ingress_settings(config, folders, revisions, environment)
     return Plan(
         application=_ingresses(config).bind(front, coordinator, tidegate_version(), owners),
         coordinator=coordinator,
@@ -193,6 +199,19 @@ def check(config: ClusterConfig, folders: Sequence[Path]) -> None:
 def run_dir() -> Path:
     """Where services that run on this machine leave a note."""
     return Environment.read().cache / "run"
+
+
+def _compile_ahead(config: ClusterConfig) -> None:
+    """Begin to compile the native kernels that this machine's ranks will look for, while Ray starts; whoever comes
+    first waits for it. What goes wrong is for the ranks to say."""
+    if config.device == "cuda" or all(section.kernels in ("onednn", "torch") for section in config.sections):
+        return
+
+    def compile_all() -> None:
+        with suppress(NativeUnavailable):
+            built(native_folder(Environment.read().cache), Processor.read().variants[0])
+
+    threading.Thread(target=compile_all, name="compile", daemon=True).start()
 
 
 def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:

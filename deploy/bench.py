@@ -12,7 +12,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,22 @@ class Load:
 async def compare(load: Load, servers: Sequence[tuple[str, str | None]], tick: Tick) -> list[Figures]:
     """Run every level of `load` on each of `servers` (URL, model or None) in turn. Raises ServerError when one of them
     does not answer at all, PromptError for an unusable file; a failed request is a figure, not an exception."""
-    limits = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=load.timeout_s)
-    async with aiohttp.ClientSession(connector=limits, timeout=timeout, read_bufsize=2**20) as session:
-        clients = []
-        for address, model in servers:
-            url = address.rstrip("/").removesuffix("/v1")
-            name = model or await first_model(session, url, load.key)
-            clients.append(Client(session, url, name, load.max_tokens, load.ignore_eos, load.key))
-        for client in clients:
-            await _warm_up(client, load)
-        figures = []
-        for index, level in enumerate(load.levels):
-            tasks = load.tasks(index)
-            for client in clients:
-                figures.append(await _measure(client, load, level, tasks, tick))
-        return figures
+    async with AsyncExitStack() as open_clients:
+        clients = [await open_clients.enter_async_context(client_of(load, *server)) for server in servers]
+        return [await measure(client, load, level, tick) for level in range(len(load.levels)) for client in clients]
+
+
+@asynccontextmanager
+async def client_of(load: Load, address: str, model: str | None) -> AsyncIterator[Client]:
+    """A client of the server at `address` (model None: its first), warmed up. Raises ServerError when it does not
+    answer."""
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=load.timeout_s)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
+        url = address.rstrip("/").removesuffix("/v1")
+        name = model or await first_model(session, url, load.key)
+        client = Client(session, url, name, load.max_tokens, load.ignore_eos, load.key)
+        await _warm_up(client, load)
+        yield client
 
 
 async def _warm_up(client: Client, load: Load) -> None:
@@ -91,8 +92,9 @@ async def _warm_up(client: Client, load: Load) -> None:
             raise ServerError(f"{client.url}: the first request failed: {sample.error}")
 
 
-async def _measure(client: Client, load: Load, level: float, tasks: Sequence[Task], tick: Tick) -> Figures:
-    """All of `tasks` on one server at one level."""
+async def measure(client: Client, load: Load, index: int, tick: Tick) -> Figures:
+    """All tasks of the level with that index on one server. Raises PromptError for an unusable file."""
+    level, tasks = load.levels[index], load.tasks(index)
     total = sum(len(task.steps) for task in tasks)
     samples: list[Sample] = []
     name = f"{client.url} at {load.label(level)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from deploy import bench as bench_load
-from deploy import crowds, scenarios
+from deploy import comparisons, crowds, scenarios
 from deploy.catalog import resolve
 from deploy.client import ServerError
 from deploy.config import DEFAULT_MODEL, ConfigError
@@ -27,17 +26,30 @@ from deploy.terminal import Tick, bar, out, said_plainly
 
 cli = typer.Typer(invoke_without_command=True, help="Load OpenAI-compatible servers, or the coordinator alone.")
 Name = Literal["closed", "overload", "neighbour"]
+_CONTEST = {"versus", "rounds", "seed", "timeout", "key_file", "as_json"}
+_ROOFLINE = {"limits", "config", "model", "threads", "sweep", "concurrency", "prompt_words", "max_tokens", "rounds"}
+_ROOFLINE |= {"seed", "as_json"}
+"""The options of these two; their loads are of another kind."""
 
 
 @cli.callback()
 def bench(
     context: typer.Context,
     url: Annotated[str, typer.Option(help="Server to load, as URL or URL#MODEL.")] = "http://127.0.0.1:8000",
-    versus: Annotated[list[str] | None, typer.Option("--vs", help="Another server or model, loaded in turn.")] = None,
+    versus: Annotated[
+        list[str] | None,
+        typer.Option("--vs", help="Another server or model, loaded in turn; or a .yaml file of servers to start."),
+    ] = None,
+    limits: Annotated[
+        bool, typer.Option("--roofline", help="The engine alone, against what this machine can do at most.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="Roofline: the service's YAML file.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name (default: the server's first).")] = None,
     scenario: Annotated[Name | None, typer.Option(help="Press a service: see deploy/scenarios.py.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Scenario: seconds per phase.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Scenario: how often each server has its turn.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often each server has its turn (scenario: 1) or is started (3).")
+    ] = None,
     probe: Annotated[bool, typer.Option(help="Scenario: also watch the services' own status.")] = False,
     requests: Annotated[int, typer.Option(min=1, help="Requests per level.")] = 32,
     concurrency: Annotated[
@@ -72,13 +84,33 @@ def bench(
         if baseline not in (None, "transformers"):
             raise ConfigError(f"--baseline {baseline} is not known; the one there is: transformers")
         key = _key(key_file)
+        if limits:
+            comparisons.refuse_others(context, "--roofline", _ROOFLINE)
+            levels = _levels(sweep, None, concurrency or 1) if sweep or concurrency else comparisons.LEVELS
+            comparisons.run_roofline(
+                config,
+                {"model": model, "threads": threads},
+                levels=tuple(int(level) for level in levels),
+                prompt_tokens=prompt_words or 128,
+                max_tokens=max_tokens or 64,
+                starts=rounds,
+                seed=seed,
+                as_json=as_json,
+            )
+            return
+        if versus and comparisons.is_contest(versus):
+            comparisons.refuse_others(context, "--vs FILE", _CONTEST)
+            comparisons.run_contest(versus, starts=rounds, seed=seed, timeout_s=timeout, key=key, as_json=as_json)
+            return
         if scenario:
             keys = {scenarios.FLOOD: key, scenarios.QUIET: _key(quiet_key_file) or key}
             named = {name: value for name, value in keys.items() if value}
             targets = [Target.read(text, named) for text in (url, *(versus or ()))]
             targets[0] = replace(targets[0], model=targets[0].model or model)
             given = {"clients": concurrency, "seconds": seconds, "prompt_words": prompt_words, "max_tokens": max_tokens}
-            _press(_scenario(scenario, given), targets, rounds, probe, seed=seed, timeout_s=timeout, as_json=as_json)
+            _press(
+                _scenario(scenario, given), targets, rounds or 1, probe, seed=seed, timeout_s=timeout, as_json=as_json
+            )
             return
         plan = bench_load.Load(
             prompts=prompts,
@@ -113,30 +145,27 @@ def bench(
 
 @cli.command()
 def coordinator(
-    groups: Annotated[int, typer.Option(min=1, help="Groups of the largest size measured.")] = 1000,
+    calls: Annotated[int, typer.Option(min=10, help="Calls of each kind per size.")] = 2000,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """The coordinator in plain Python: microseconds per call by size, and its memory."""
+    from deploy.coordination import show
+
     with said_plainly():
-        _run("deploy.coordination", {"groups": groups}, as_json)
+        show(calls=calls, as_json=as_json)
 
 
 @cli.command()
 def pairs(
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds per measurement.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each turn.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each actor.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """The coordinator's actor over Ray: place and settle pairs per second, beside an actor with empty methods."""
+    from deploy.coordination_ray import show
+
     with said_plainly():
-        _run("deploy.coordination_ray", {"seconds": seconds}, as_json)
-
-
-def _run(module: str, options: dict[str, Any], as_json: bool) -> None:
-    found = importlib.import_module(module).run(**options)
-    if not as_json:
-        for table in found.tables():
-            out.print(table)
-    print(json.dumps(found.as_json()))
+        show(seconds=seconds, rounds=rounds, as_json=as_json)
 
 
 def _scenario(name: Name, given: dict[str, Any]) -> scenarios.Scenario:

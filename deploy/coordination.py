@@ -1,6 +1,6 @@
 """What the coordinator's decisions cost without Ray: `place`, `settle` and `report` over groups, requests and sessions.
 
-`python -m deploy.coordination` prints a table and one JSON line. Seconds are of this thread's CPU time: nothing here
+`tidegate bench coordinator` prints a table and one JSON line. Seconds are of this thread's CPU time: nothing here
 waits, and what else the machine does at the time is left out.
 """
 
@@ -200,9 +200,9 @@ def curves(*, calls: int = 2000) -> list[Row]:
     return rows + [measure(1_000, running, 10_000, calls=calls) for running in REQUEST_CURVE]
 
 
-def main() -> None:
-    """Measure and print."""
-    rows = curves()
+def show(*, calls: int = 2000, as_json: bool = False) -> None:
+    """Measure and print: a table, unless only JSON is wanted, and one JSON line."""
+    rows = curves(calls=calls)
     used = memory(1_000, 10_000, 100_000)
     columns = ("groups", "running", "sessions", "line", "place p50", "p99", "settle p50", "report p50", "p99")
     table = plain_table("Coordinator, microseconds per call", *columns)
@@ -210,10 +210,11 @@ def main() -> None:
         values = (row.place_us, row.place_p99_us, row.settle_us, row.report_us, row.report_p99_us)
         counts = (row.groups, row.running, row.sessions, row.line)
         table.add_row(*(f"{count:,}" for count in counts), *(f"{value:.0f}" for value in values))
-    console = Console()
-    console.print(table)
-    console.print(f"Memory with 1,000 groups, 10,000 running, 100,000 sessions: {used:.0f} MiB")
-    print(json.dumps({"memory_mib": round(used, 1), "rows": [asdict(row) for row in rows]}))
+    if not as_json:
+        console = Console()
+        console.print(table)
+        console.print(f"Memory with 1,000 groups, 10,000 running, 100,000 sessions: {used:.0f} MiB")
+    print(json.dumps({"benchmark": "coordinator", "memory_mib": round(used, 1), "rows": [asdict(row) for row in rows]}))
 
 
 def _too_big(ask: Ask) -> Ask:
@@ -229,7 +230,3 @@ def _timed(call: Callable[[], T]) -> tuple[float, T]:
 
 def _micro(seconds: Sequence[float], quantile: float) -> float:
     return round(1e6 * sorted(seconds)[int(quantile * (len(seconds) - 1))], 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 """What the coordinator's actor costs: place+settle pairs per second over Ray, beside an actor whose methods do nothing.
 
 Both run in the same minute on the same machine and get the same messages; they take turns, so that what else the
-machine does hits both. `python -m deploy.coordination_ray` prints a table and one JSON line.
+machine does hits both. `tidegate bench pairs` prints a table and one JSON line.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -184,29 +183,25 @@ def _figure(batch: int, drives: Sequence[_Drive], empties: Sequence[_Drive]) -> 
     )
 
 
-def main() -> None:
-    """Start a Ray of its own on this machine and measure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    chosen = parser.parse_args()
+def show(
+    *,
+    seconds: float = 2.0,
+    rounds: int = 5,
+    groups: int = 64,
+    batches: Sequence[int] = (1, 8, 64),
+    as_json: bool = False,
+) -> None:
+    """Start a Ray of its own on this machine, measure, print: a table, unless only JSON is wanted, and a JSON line."""
     with tempfile.TemporaryDirectory() as folder:
         link = start_ray(Path(folder) / "token")
         try:
-            figures = measure(
-                seconds=chosen.seconds, rounds=chosen.rounds, groups=chosen.groups, batches=chosen.batches
-            )
+            figures = measure(seconds=seconds, rounds=rounds, groups=groups, batches=batches)
         finally:
             stop_ray(link)
     table = Table("batch", "pairs/s", "empty actor", "share", title="place+settle over Ray", title_justify="left")
     for figure in figures:
         row = (f"{figure.pairs:,.0f}", f"{figure.empty_pairs:,.0f}", f"{figure.share:.2f}")
         table.add_row(str(figure.batch), *row)
-    Console().print(table)
-    print(json.dumps({"benchmark": "coordination_ray", "groups": chosen.groups, "figures": list(map(asdict, figures))}))
-
-
-if __name__ == "__main__":
-    main()
+    if not as_json:
+        Console().print(table)
+    print(json.dumps({"benchmark": "pairs", "groups": groups, "figures": list(map(asdict, figures))}))

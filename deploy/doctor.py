@@ -73,7 +73,7 @@ def check_orphans(found: Inventory | None, why: str = "") -> list[Finding]:
 
 
 def check_groups(status: Mapping[str, Any]) -> list[Finding]:
-    """A running service's groups, and the threads that they run with on each node."""
+    """A running service's groups: which of them are not up."""
     service, findings = status.get("service", ""), []
     for row in status.get("groups", ()):
         if row["state"] != "up":
@@ -82,6 +82,13 @@ def check_groups(status: Mapping[str, Any]) -> list[Finding]:
     up = len(status.get("groups", ())) - len(findings)
     text = f"{service}: {up} of {len(status.get('groups', ()))} groups up"
     return findings or [Finding("groups", Verdict.OK if up else Verdict.WARN, text)]
+
+
+def check_computing(status: Mapping[str, Any]) -> list[Finding]:
+    """What the ranks of a running service compute with, and why."""
+    service, ranks = status.get("service", ""), [rank for row in status.get("groups", ()) for rank in row["ranks"]]
+    kinds = dict.fromkeys((rank["kernel"], rank["kernel_why"]) for rank in ranks)
+    return [Finding("kernels", Verdict.OK, f"{service} computes with {kernel}: {why}") for kernel, why in kinds]
 
 
 def threads_by_node(status: Mapping[str, Any]) -> dict[str, int]:
@@ -136,6 +143,23 @@ def check_threads(threads: int, cores: int, where: str) -> Finding:
     if threads > cores:
         return Finding("threads", Verdict.WARN, text, "set threads, or fewer groups or ranks: they wait for each other")
     return Finding("threads", Verdict.OK, text)
+
+
+def check_kernels(names: Iterable[str], cpu: str, variant: str, fault: str | None) -> Finding:
+    """What would compute on this machine's `cpu`: `names` are the config's `kernels`, `variant` the fastest build of
+    the native ones ("plain": the CPU has no vector unit that they are made for), `fault` why it cannot be had."""
+    wanted = set(names)
+    forced = sorted(name for name in wanted if name.startswith("native"))
+    topic, native = "kernels", f"native-{variant}"
+    if wanted <= {"onednn", "torch"}:
+        return Finding(topic, Verdict.OK, f"{', '.join(sorted(wanted))}, as configured")
+    if fault is None and (variant != "plain" or forced):
+        return Finding(topic, Verdict.OK, f"{', '.join(forced) or native} for {cpu}; oneDNN for weights not in bf16")
+    if fault is None:
+        return Finding(topic, Verdict.OK, f"oneDNN: {cpu} has neither AVX512 nor AVX2")
+    verdict = Verdict.FAIL if forced else Verdict.WARN
+    text = f"native kernels cannot be had: {fault}" + ("" if forced else "; oneDNN computes, more slowly")
+    return Finding(topic, verdict, text, "install g++ 10 or later, then look again")
 
 
 def check_versions(

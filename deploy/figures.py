@@ -85,14 +85,15 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON values, numbers rounded to 3 digits behind the point."""
-        return _rounded(asdict(self))
+        return rounded(asdict(self))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """`value` with every number in it rounded to 3 digits behind the point."""
     if isinstance(value, float):
         return round(value, 3)
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value

@@ -14,9 +14,13 @@ from pydantic_core.core_schema import ValidationInfo
 
 from cluster.coordination.terms import LineBounds, Thresholds
 from deploy.sizes import parse_size
+from workers.native.processor import VARIANTS
+from workers.settings import KERNELS, WEIGHT_PRECISIONS
 
 DEFAULT_MODEL = "smollm2-135m"
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+KV_PRECISIONS = (*PRECISIONS, "int8")
+_EVERY_KERNEL = (*KERNELS, *(f"native-{variant.name}" for variant in VARIANTS))
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LINE = LineBounds()
@@ -29,11 +33,16 @@ def _on_off(value: object) -> object:
     return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
-def _precision(value: object, supported: tuple[str, ...] = PRECISIONS) -> object:
-    name = _LONG_NAMES.get(value, value) if isinstance(value, str) else value
-    if name not in supported:
-        raise ValueError(f"{value!r} is not supported; supported: {', '.join(supported)}")
-    return name
+def _one_of(*supported: str) -> BeforeValidator:
+    """One of these words; precisions may have torch's long names."""
+
+    def check(value: object) -> object:
+        name = _LONG_NAMES.get(value, value) if isinstance(value, str) else value
+        if name not in supported:
+            raise ValueError(f"{value!r} is not supported; supported: {', '.join(supported)}")
+        return name
+
+    return BeforeValidator(check)
 
 
 def _one_or_more(value: object) -> object:
@@ -47,7 +56,10 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Forecast = Annotated[float, Field(gt=0, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Text = Annotated[str, Field(min_length=1)]
-Dtype = Annotated[str, BeforeValidator(_precision)]
+Dtype = Annotated[str, _one_of(*PRECISIONS)]
+KVDtype = Annotated[str, _one_of(*KV_PRECISIONS)]
+KernelName = Annotated[str, _one_of(*_EVERY_KERNEL)]
+WeightPrecision = Annotated[str, _one_of(*WEIGHT_PRECISIONS)]
 Switch = Annotated[bool, Field(strict=True), BeforeValidator(_on_off)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more)]
 
@@ -69,10 +81,12 @@ class ModelSection(Section):
     groups: Count = 1
     tensor_parallel_size: Count = 1
     dtype: Dtype = "auto"
+    kernels: KernelName = "auto"
+    weight_precision: WeightPrecision = "auto"
     threads: Count | None = None
 
     block_size: StrictInt = 32
-    kv_precision: Dtype = "auto"
+    kv_precision: KVDtype = "auto"
     kv_memory: Size | None = None
     prefix_cache: Switch = True
 
@@ -87,6 +101,14 @@ class ModelSection(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"names a model twice: {', '.join(names)}")
         return names
+
+    @field_validator("weight_precision")
+    @classmethod
+    def _kernels_for_it(cls, precision: str, info: ValidationInfo) -> str:
+        kernels = info.data.get("kernels", "auto")
+        if precision == "int8" and not kernels.startswith(("auto", "native")):
+            raise ValueError(f"int8 needs kernels: native (or auto), got {kernels}")
+        return precision
 
     @field_validator("block_size")
     @classmethod

@@ -16,11 +16,18 @@ from workers.settings import GroupSettings
 
 
 def group_settings(
-    config: ClusterConfig, section: ModelSection, folder: Path, revision: str, *, device: str, cores: int
+    config: ClusterConfig,
+    section: ModelSection,
+    folder: Path,
+    revision: str,
+    *,
+    device: str,
+    cores: int,
+    cache: Path,
 ) -> GroupSettings:
     """What each group of the model in `section` is told. `folder` holds the model, `revision` identifies its weights;
     `device` is "cpu" or "cuda" (the caller has resolved "auto"); `cores` are the physical cores of a node that all
-    ranks share."""
+    ranks share; `cache` is the folder under which what the ranks compile is kept."""
     on_gpu = device == "cuda"
     share = config.gpu_memory_utilization if on_gpu else config.cpu_memory_utilization / config.ranks
     return GroupSettings(
@@ -31,6 +38,9 @@ def group_settings(
         dtype=section.dtype,
         kv_precision=section.kv_precision,
         device=device,
+        kernels=section.kernels,
+        weight_precision=section.weight_precision,
+        native_dir=str(native_folder(cache)),
         block_size=section.block_size,
         kv_memory=section.kv_memory,
         memory_fraction=share,
@@ -78,6 +88,11 @@ def coordinator_settings(config: ClusterConfig, identity: str) -> CoordinatorSet
     """What the coordinator is told; `identity` tells this deployment from another of the same service."""
     terms = CoordinatorTerms(line=config.line.bounds(), ladder=config.ladder.thresholds())
     return CoordinatorSettings(config.service_name, identity, terms)
+
+
+def native_folder(cache: Path) -> Path:
+    """Where compiled kernels are kept; `cache` is Environment's."""
+    return (cache / "native").absolute()
 
 
 def _absolute(name: str | None) -> str | None:

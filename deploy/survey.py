@@ -24,8 +24,11 @@ from deploy.files import file_faults
 from deploy.house import strangers
 from deploy.inventory import Coordinator, Inventory, Orphan, Place, Rank
 from deploy.machine import physical_cores, port_fault
+from deploy.settings import native_folder
 from deploy.wheelmodel import SMOLLM2
 from workers.memory import machine_bytes
+from workers.native.build import NativeUnavailable, built
+from workers.native.processor import Processor
 
 _ANSWER_S = 10.0
 _NAMES = ("tidegate", "ray", "torch")
@@ -61,7 +64,20 @@ def _machine(config: ClusterConfig, environment: Environment, known: Sequence[No
     needs = list(_needs(config, environment, cores))
     findings += doctor.check_memory(needs, machine_bytes(), _available())
     findings.append(doctor.check_threads(sum(need.threads * need.ranks for need in needs), cores, "config"))
-    return findings
+    return [*findings, _kernels(config, environment)]
+
+
+def _kernels(config: ClusterConfig, environment: Environment) -> Finding:
+    """Compiles the native kernels, if they are not there yet: the only way to know that they can be."""
+    names = {section.kernels for section in config.sections}
+    processor = Processor.read()
+    fault, variant = None, processor.variants[0]
+    if any(name.startswith(("auto", "native")) for name in names):
+        try:
+            built(native_folder(environment.cache), variant)
+        except NativeUnavailable as error:
+            fault = str(error)
+    return doctor.check_kernels(names, processor.name, variant.name, fault)
 
 
 def _needs(config: ClusterConfig, environment: Environment, cores: int) -> Iterator[Need]:
@@ -141,7 +157,7 @@ def look_at_ray(address: str, *, fix: bool) -> list[Finding]:
         findings = [_fixed(finding) if finding.orphan else finding for finding in findings]
     for service, status in statuses.items():
         if status and (status["groups"] or service in found.applications):
-            findings += doctor.check_groups(status)
+            findings += [*doctor.check_groups(status), *doctor.check_computing(status)]
     cores = _node_cores()
     for status in statuses.values():
         for node, threads in doctor.threads_by_node(status or {}).items():

@@ -90,10 +90,10 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     """Each rank's process, device, threads and pool."""
-    table = plain_table("Ranks", "group", "rank", "pid", "node", "device", "threads", "KV pool")
+    table = plain_table("Ranks", "group", "rank", "pid", "node", "device", "threads", "kernels", "KV pool")
     for group in groups:
         for rank in group["ranks"]:
-            facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads"))
+            facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads", "kernel"))
             table.add_row(group["group"], *map(str, facts), format_size(rank["pool_bytes"]))
     return table
 

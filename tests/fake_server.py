@@ -1,9 +1,14 @@
-"""A small server that streams like OpenAI's, and misbehaves on request: what benchmarks and questions are tested on."""
+"""A small server that streams like OpenAI's, and misbehaves on request: what benchmarks and questions are tested on.
+
+As a program: `python tests/fake_server.py PORT [TROUBLE]`, until SIGTERM.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +20,9 @@ TOKENS = ("a", "b", "c", "d")
 
 @dataclass
 class FakeServer:
-    """`trouble` is None, "status", "error event", "cut" or "no usage"; `pause_s` lies between chunks; `asked` are the
-    bodies, `sessions` the x-session-id headers, `at_once` the most requests that were running together."""
+    """`trouble` is None, "status", "error event", "cut", "no usage" or "never well"; `pause_s` lies between chunks;
+    `asked` are the bodies, `sessions` the x-session-id headers, `at_once` the most requests that were running together;
+    `port` 0 takes any that is free."""
 
     trouble: str | None = None
     pause_s: float = 0.0
@@ -24,6 +30,7 @@ class FakeServer:
     sessions: list[str | None] = field(default_factory=list)
     running: int = 0
     at_once: int = 0
+    port: int = 0
     url: str = ""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -42,11 +49,13 @@ class FakeServer:
         asyncio.set_event_loop(self._loop)
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self.port)
         self._loop.run_until_complete(site.start())
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
@@ -55,6 +64,15 @@ class FakeServer:
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "stand-in"}]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.trouble == "never well" else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        kinds = ("completion", "chat")
+        asked = [sum(("messages" in body) == (kind == "chat") for body in self.asked) for kind in kinds]
+        lines = (f'asked_total{{kind="{kind}"}} {count}.0' for kind, count in zip(kinds, asked, strict=True))
+        return web.Response(text="# HELP asked_total of each kind\n" + "\n".join(lines) + "\n")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -91,3 +109,18 @@ class FakeServer:
 
     async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def main() -> None:
+    """Serve on the port of the command line."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    port, *trouble = sys.argv[1:]
+    if trouble == ["ends"]:
+        sys.exit("no such model: x")
+    with FakeServer(port=int(port), trouble=trouble[0] if trouble else None):
+        ended.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ class FakeIncarnation:
     name: str
     card: GroupCard
     hangs: bool = False
+    busy: bool = False
     reports: list[tuple[Limits | None, tuple[str, ...], bool]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
     killed: bool = False
@@ -61,7 +62,7 @@ class FakeIncarnation:
         return GroupReport(self.card.group, epoch, len(self.reports), 1, PoolReport(8, 8, 0, 0, 0, 16), 0, 0, 0, 0)
 
     async def drain(self) -> bool:
-        return True
+        return not self.busy
 
     async def stop(self) -> None:
         self.stopped = True
@@ -152,6 +153,7 @@ async def bench(
     monkeypatch.setattr(owner_module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(owner_module.ray.util, "get_current_placement_group", lambda: object())
     monkeypatch.setattr(owner_module, "keep_on_loopback", lambda: None)
+    monkeypatch.setattr(owner_module, "seconds_left", lambda: None)
     monkeypatch.setattr(owner_module.Incarnation, "start", start)
     monkeypatch.setattr(owner_module.CoordinatorLink, "open", open_link)
     for name, seconds in {"BEAT_S": 0.02, "JOIN_REST_S": 0.01, "CALL_S": 0.05}.items():

@@ -41,7 +41,16 @@ def a_report(group: str = "g0", epoch: int = 1, sequence: int = 1, **changes: An
 def a_row(group: str = "g0", model: str = "m", **changes: Any) -> dict[str, Any]:
     """A group in a status."""
     ranks = [
-        {"rank": n, "pid": 4711 + n, "node": "here", "threads": 2, "device": "cpu", "pool_bytes": 50 * 2**20}
+        {
+            "rank": n,
+            "pid": 4711 + n,
+            "node": "here",
+            "threads": 2,
+            "device": "cpu",
+            "pool_bytes": 50 * 2**20,
+            "kernel": "native-avx2",
+            "kernel_why": "the fastest for this CPU",
+        }
         for n in range(2)
     ]
     row: dict[str, Any] = {

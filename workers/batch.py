@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.plan import Draw, Row, StepPlan
+from workers.plan import Draw, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One row's share of the batch: `count` tokens from index `first` on, at positions start, start + 1, …; `table`
     are its block ids."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody misses
     start: int
     table: tuple[int, ...]
 
@@ -29,43 +30,67 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's input. `tokens`, `positions` and `slots` (block * block_size + offset, where each token's key and
-    value go) are int64 [T]; `sampled` is int64 [S], the tokens whose logits are wanted, with their `draws`."""
+    """One step's input. `tokens` and `positions` are int64 [T]; `sampled` is int64 [S], the tokens whose logits are
+    wanted, with their `draws`. Tensors hold until the next batch is built."""
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
     spans: tuple[Span, ...]
     sampled: Tensor
     draws: tuple[Draw, ...]
+    block_size: int
+
+    @property
+    def slots(self) -> Tensor:
+        """Where each token's key and value go, block * block_size + offset: int64 [T]. Computed when asked for. Raises
+        IndexError for a row that its blocks do not cover."""
+        size = self.block_size
+        parts = []
+        for span in self.spans:
+            positions = np.arange(span.start, span.length)
+            parts.append(np.asarray(span.table)[positions // size] * size + positions % size)
+        return torch.from_numpy(np.concatenate(parts)).to(self.tokens.device)
+
+
+class Batcher:
+    """Makes batches in memory that it keeps: a step allocates nothing that an earlier one had."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._room: NDArray[np.int64] = np.empty((3, 0), np.int64)
+        self._shared = torch.from_numpy(self._room)
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The tensors of a plan with at least one row; tokens lie in the plan's order."""
+        if plan.tokens > self._room.shape[1]:
+            self._room = np.empty((3, 2 * plan.tokens), np.int64)
+            self._shared = torch.from_numpy(self._room)
+        tokens, positions, sampled = self._room
+        spans: list[Span] = []
+        draws: list[Draw] = []
+        wanted: list[int] = []
+        first = 0
+        for row in plan.rows:
+            count = len(row.tokens)
+            end = first + count
+            spans.append(Span(first, count, row.start, row.tables[0]))
+            if count == 1:
+                tokens[first] = row.tokens[0]
+                positions[first] = row.start
+            else:
+                tokens[first:end] = row.tokens
+                positions[first:end] = np.arange(row.start, row.start + count)
+            if row.draw is not None:
+                wanted.append(end - 1)
+                draws.append(row.draw)
+            first = end
+        sampled[: len(wanted)] = wanted
+        both = self._shared[:2, :first].to(self._device)
+        last = self._shared[2, : len(wanted)].to(self._device)
+        return Batch(both[0], both[1], tuple(spans), last, tuple(draws), self._block_size)
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    """The tensors of a plan with at least one row; tokens lie in the plan's order."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    spans: list[Span] = []
-    sampled: list[int] = []
-    draws: list[Draw] = []
-    for row in plan.rows:
-        spans.append(Span(len(tokens), len(row.tokens), row.start, row.tables[0]))
-        tokens.extend(row.tokens)
-        positions.extend(range(row.start, row.start + len(row.tokens)))
-        _extend_slots(slots, row, block_size)
-        if row.draw is not None:
-            sampled.append(len(tokens) - 1)
-            draws.append(row.draw)
-    # One transfer for what has one length.
-    ids, places, targets = torch.tensor([tokens, positions, slots], device=device).unbind(0)
-    wanted = torch.tensor(sampled, dtype=torch.int64, device=device)
-    return Batch(ids, places, targets, tuple(spans), wanted, tuple(draws))
-
-
-def _extend_slots(slots: list[int], row: Row, block_size: int) -> None:
-    table = row.tables[0]
-    if len(row.tokens) == 1:
-        slots.append(table[row.start // block_size] * block_size + row.start % block_size)
-        return
-    positions = np.arange(row.start, row.start + len(row.tokens))
-    slots.extend((np.asarray(table)[positions // block_size] * block_size + positions % block_size).tolist())
+    """A batch in memory of its own."""
+    return Batcher(block_size, device).build(plan)

@@ -6,7 +6,7 @@ formats pass between the parts and whether a part works in place; a model is wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workers.attention.backend import AttentionBackend
 from workers.kvpool import KVPool
+from workers.plan import Draw
 
 Linear = Callable[[Tensor], Tensor]
 """[T, in] → [T, out], rows contiguous."""
@@ -23,6 +24,8 @@ Adding = Callable[[Tensor, Tensor], Tensor]
 may be the one that comes back, changed."""
 Norm = Callable[[Tensor], Tensor]
 """[T, d] of the residual stream → [T, d] in the kernels' dtype."""
+Sampler = Callable[[Tensor, Sequence[Draw]], tuple[int, ...]]
+"""Logits fp32 [S, vocab] and S draws → S token ids, as workers.sampler says."""
 HeadNorm = Callable[[Tensor], None]
 """Normalises each head's vector in place: the first columns of [T, ≥ heads * head_dim], the others left alone."""
 
@@ -77,4 +80,8 @@ class Kernels(Protocol):
 
     def attention(self, pool: KVPool) -> AttentionBackend:
         """The backend over `pool`."""
+        ...
+
+    def sampler(self) -> Sampler:
+        """What draws tokens."""
         ...

@@ -12,8 +12,10 @@ from torch.nn.functional import gelu, linear, silu
 
 from workers.attention.backend import AttentionBackend
 from workers.attention.reference import ReferenceAttention
-from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm
+from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
+from workers.sampler import sample
+from workers.weights import to_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,14 @@ class TorchKernels:
         """See Kernels.attention."""
         return ReferenceAttention(pool)
 
+    def sampler(self) -> Sampler:
+        """See Kernels.sampler."""
+        return sample
+
     def _product(self, weight: Tensor, bias: Tensor | None) -> Linear:
         shift = None if bias is None else bias.to(self.dtype)
         if not self.packed:
-            kept = weight.to(self.dtype).contiguous()
+            kept = to_dtype(weight, self.dtype)
             return lambda x: linear(x, kept, shift)
         # The row count is a hint only; from 8 on it gives the layout that is fast for every batch.
         blocks = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype).contiguous(), 64)

@@ -5,6 +5,7 @@ Knows nothing of Ray: an actor lends it a thread, a test may too. Every method b
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from workers.scheduler import Scheduler
 from workers.settings import GroupSettings
 from workers.stacks import RankState, thread_stacks
 
+log = logging.getLogger(__name__)
+
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 LEASE_S = 5.0
 """An ingress that does not renew for so long loses its requests here."""
@@ -28,7 +31,8 @@ LEASE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     """What a rank found out while loading. `blocks` is how many its pool could have, `block_bytes` what one takes here,
-    `used` the bytes in use before the pool, `seconds` how long loading took."""
+    `used` the bytes in use before the pool, `seconds` how long loading took.
+    `kernel` names the kernels that compute, `kernel_why` says why they."""
 
     rank: int
     pid: int
@@ -36,6 +40,7 @@ class RankFacts:
     threads: int
     device: str
     kernel: str
+    kernel_why: str
     blocks: int
     block_bytes: int
     used: int
@@ -69,7 +74,7 @@ class Rank:
         weights, measure the largest step. Raises Unsupported, WeightError or NoRoom."""
         began = time.monotonic()
         threads = self._make_runner(address, host)
-        settings, layout = self._settings, self._layout
+        settings, layout, choice = self._settings, self._layout, self.runner.choice
         activations = 0 if settings.kv_memory is not None else int(self.runner.profile())
         total, used = _memory(settings.device)
         return RankFacts(
@@ -78,7 +83,8 @@ class Rank:
             node=host,
             threads=threads,
             device=settings.device,
-            kernel=str(self.runner.kernels),
+            kernel=str(choice.kernels.name),
+            kernel_why=choice.why,
             blocks=pool_blocks(settings, layout, total=total, used=used, activations=activations),
             block_bytes=layout.block_bytes,
             used=used,
@@ -144,8 +150,9 @@ class Rank:
         from workers.models.spec import ModelSpec
         from workers.parallel import Communicator, join_store
         from workers.runner import Runner
+        from workers.selection import Wish
 
-        settings = self._settings
+        settings, native = self._settings, self._settings.native_dir
         if settings.threads:
             torch.set_num_threads(settings.threads)
         folder = Path(settings.model_dir)
@@ -154,14 +161,17 @@ class Rank:
         self._max_model_len = min(settings.max_model_len or own, own)
         dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
         precision = Precision.parse(dtype if settings.kv_precision == "auto" else settings.kv_precision)
-        self._scheme = f"{settings.revision}|{precision.label}|{spec.rope}".encode()
+        facts = (settings.revision, precision.label, settings.weight_precision, spec.rope)
+        self._scheme = "|".join(map(str, facts)).encode()
         device = torch.device(settings.device)
         if address is None:
             self._comm = Communicator.alone()
         else:
             store = self._store or join_store(address)
             world = settings.tensor_parallel_size
-            self._comm = Communicator.connect(store, self._rank, world, host=host, device=device)
+            self._comm = Communicator.connect(
+                store, self._rank, world, host=host, device=device, library=_library(native)
+            )
         self.runner = Runner(
             folder,
             spec,
@@ -172,8 +182,25 @@ class Rank:
             device=settings.device,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            wish=Wish(settings.kernels, settings.weight_precision, Path(native) if native else None),
         )
+        self._say_kernels()
         return int(torch.get_num_threads())
+
+    def _say_kernels(self) -> None:
+        choice = self.runner.choice
+        level = logging.WARNING if choice.second_best else logging.INFO
+        log.log(level, "rank %d computes with %s: %s", self._rank, choice.kernels.name, choice.why)
+
+
+def _library(folder: str | None) -> Any:
+    """The native library, by which ranks of one machine talk to each other; None where there is none."""
+    from workers.native.library import NativeUnavailable, load_library
+
+    try:
+        return load_library(Path(folder) if folder else None)
+    except NativeUnavailable:
+        return None
 
 
 def _memory(device: str) -> tuple[int, int]:

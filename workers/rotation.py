@@ -41,9 +41,11 @@ class Rotation:
 
     def _stretched(self, positions: Tensor) -> Tensor:
         rope = self._rope
-        lengths = (positions + 1).clamp(min=rope.original_length).float()
-        bases = rope.theta * (rope.factor * lengths / rope.original_length - (rope.factor - 1)) ** self._growth
-        return positions.float()[:, None] * (1.0 / bases[:, None] ** self._exponents)
+        lengths = (positions + 1).clamp(min=rope.original_length).double()
+        stretch = rope.factor * lengths / rope.original_length - (rope.factor - 1)
+        # By logarithms, as torch's power of a long and of a short tensor differ in the last bits.
+        bases = math.log(rope.theta) + self._growth * stretch.log()
+        return positions.float()[:, None] * torch.exp(-bases[:, None] * self._exponents).float()
 
 
 def rotate(x: Tensor, turns: Tensor) -> None:

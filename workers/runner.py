@@ -14,7 +14,7 @@ from torch import Tensor
 from kvstore.layout import KVLayout, Precision, split_evenly
 from workers.attention.backend import AttentionBackend
 from workers.attention.reference import BUCKET_SLOTS
-from workers.batch import build_batch
+from workers.batch import Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
@@ -22,8 +22,7 @@ from workers.models.llama import LlamaModel
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
 from workers.plan import Draw, Row, StepPlan, StepResult
-from workers.sampler import sample
-from workers.selection import choose_kernels
+from workers.selection import Wish, choose_kernels
 from workers.weights import Checkpoint
 
 _SCALES = (0.5, 4.0)
@@ -34,7 +33,7 @@ class Runner:
     """Rank `comm.rank` of the model in `folder`, loaded on construction.
 
     `precision` is the KV cache's; `dtype` the weights' ("fp32", "bf16", "fp16"; their values are rounded to it);
-    `kernels` forces kernels by name. Raises Unsupported, WeightError, or ValueError for more ranks than query
+    `wish` is about its kernels. Raises Unsupported, WeightError, or ValueError for more ranks than query
     heads. `allocate` must come before the first `run`. Every rank of a group runs the same plans in the same order.
     `drops` counts the steps for which a rank had no memory; `last_step` is the number of the last plan that came.
     """
@@ -51,7 +50,7 @@ class Runner:
         device: torch.device | str = "cpu",
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        kernels: str | None = None,
+        wish: Wish | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.layout: KVLayout = spec.layout(block_size, precision, comm.world)[comm.rank]
@@ -59,8 +58,10 @@ class Runner:
         self._max_rows = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._reach = spec.context_length
-        self._kernels = choose_kernels(dtype, self.device, kernels)
-        self.kernels = self._kernels.name
+        self.choice = choose_kernels(dtype, self.device, self.layout, wish)
+        self._kernels = self.choice.kernels
+        self._sample = self._kernels.sampler()
+        self._batcher = Batcher(block_size, self.device)
         self._attention: AttentionBackend | None = None
         self._scale = 1.0
         self.drops = 0
@@ -123,7 +124,8 @@ class Runner:
     def logits(self, plan: StepPlan) -> Tensor | None:
         """`run` up to the logits: fp32 [rows with a draw, vocab] on rank 0; None elsewhere or when no row has one."""
         self._turn_over(plan)
-        return self._forward(plan)
+        logits = self._forward(plan)
+        return None if logits is None else logits.clone()
 
     def _turn_over(self, plan: StepPlan) -> None:
         """What the plan does to whole blocks."""
@@ -139,14 +141,14 @@ class Runner:
         if logits is None:
             return ()
         with torch.inference_mode():
-            return sample(logits, [row.draw for row in plan.rows if row.draw is not None])
+            return self._sample(logits, [row.draw for row in plan.rows if row.draw is not None])
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
         if not plan.rows:
             return None
         assert self._attention is not None
         with torch.inference_mode():
-            batch = build_batch(plan, self.layout.block_size, self.device)
+            batch = self._batcher.build(plan)
             hidden = self._model.forward(batch, self._attention)
             if not batch.draws:
                 return None

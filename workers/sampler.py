@@ -22,7 +22,7 @@ _WIDTHS = (64, 1024, 8192)
 """How many likeliest tokens are looked at for a row with filters, one width after the other while it is open; then the
 whole vocabulary."""
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[int, ...]:
     vocabulary = logits.shape[1]
     kinds: dict[str, list[int]] = {}
     for row, draw in enumerate(draws):
-        kinds.setdefault(_kind(draw, vocabulary), []).append(row)
+        kinds.setdefault(kind_of(draw, vocabulary), []).append(row)
     tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
     for kind, rows in kinds.items():
         whole = len(rows) == len(draws)
@@ -66,17 +66,17 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[int, ...]:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 32 random bits, a hash of (seed, position): two rounds of SplitMix64 (Steele 2014)."""
-    state = _mix((seed & _MASK) ^ 0x9E3779B97F4A7C15)
-    return (_mix((state + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 32) / 4294967296.0
+    state = _mix((seed & MASK) ^ 0x9E3779B97F4A7C15)
+    return (_mix((state + (position + 1) * 0x9E3779B97F4A7C15) & MASK) >> 32) / 4294967296.0
 
 
 def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
 
 
-def _kind(draw: Draw, vocabulary: int) -> str:
+def kind_of(draw: Draw, vocabulary: int) -> str:
     # The likeliest token has at least 1 / vocabulary: a smaller top_p is always satisfied by it alone.
     if draw.temperature < _GREEDY_BELOW or draw.top_k == 1 or draw.top_p * vocabulary <= 1 or draw.min_p >= 1:
         return "greedy"

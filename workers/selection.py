@@ -1,31 +1,121 @@
-"""Which kernels compute here: what the device, the CPU and the weights' format allow, fastest first; not for what."""
+"""Which kernels compute here: what the device, the CPU, the weights' format and the KV layout allow, fastest first.
+
+Knows for each kind of kernels when it can be had and when it is the fast one; not what it does.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
+from kvstore.layout import KVLayout, Precision
 from workers.kernels import Kernels
 from workers.layers import TorchKernels
+from workers.models.spec import Unsupported
+from workers.native.kernels import NativeKernels
+from workers.native.library import NativeUnavailable, load_library
+from workers.native.processor import Processor
+from workers.settings import KERNELS, WEIGHT_PRECISIONS
 from workers.weights import DTYPES
 
+_NATIVE_KV = (Precision.BF16, Precision.FP16, Precision.INT8)
+_TILE = 16
+"""Tokens and elements that the native attention takes at once: block_size and head_dim are multiples of it."""
+_WIDEST_HEAD = 256
 
-def choose_kernels(dtype: str, device: torch.device, name: str | None = None) -> Kernels:
-    """The fastest exact kernels for weights of `dtype` (fp32, bf16, fp16) on `device`, or those called `name`.
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the operator wants: `kernels` one of KERNELS or the exact name of some, `weight_precision` "auto" or "int8".
+    `folder` caches what is compiled (None: the user's own cache)."""
+
+    kernels: str = "auto"
+    weight_precision: str = "auto"
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`kernels`, and `why` they: in words, for status and log. `second_best`: faster ones ought to be had here."""
+
+    kernels: Kernels
+    why: str
+    second_best: bool = False
+
+
+def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wish | None = None) -> Choice:
+    """The fastest kernels for weights of `dtype` (fp32, bf16, fp16) and a KV cache of `layout` on `device` that do what
+    `wish` says. Raises ValueError for what nobody knows, Unsupported for what cannot be had here."""
+    wish = wish or Wish()
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    if wish.weight_precision not in WEIGHT_PRECISIONS:
+        known = ", ".join(WEIGHT_PRECISIONS)
+        raise ValueError(f"weight_precision {wish.weight_precision!r} is not supported; known: {known}")
+    family, _, exact = wish.kernels.partition("-")
+    if family == "native" or (wish.kernels == "auto" and wish.weight_precision == "int8"):
+        return Choice(_native(device, layout, wish, exact or None), "as configured")
+    if wish.weight_precision == "int8":
+        raise Unsupported(f"weight_precision int8 needs kernels: native; {wish.kernels} have none for it")
+    if wish.kernels != "auto":
+        return Choice(_torch(dtype, device, wish.kernels), "as configured")
+    if device.type != "cpu":
+        return Choice(_torch(dtype, device, "torch"), f"device {device.type}")
+    if dtype != "bf16":
+        return Choice(_torch(dtype, device, "auto"), f"weights in {dtype}; the native kernels compute in bf16")
+    processor = Processor.read()
+    if len(processor.variants) == 1:
+        why = f"{processor.name} has neither AVX512 nor AVX2, and native kernels are slow without"
+        return Choice(_torch(dtype, device, "auto"), why)
+    try:
+        return Choice(_native(device, layout, wish, None), f"the fastest for {processor.name}")
+    except Unsupported as error:
+        return Choice(_torch(dtype, device, "auto"), str(error), second_best=True)
+
+
+def native_fault(layout: KVLayout) -> str:
+    """Why the native attention cannot work on pages of `layout`; empty when it can."""
+    first = layout.layers[0]
+    if first.precision not in _NATIVE_KV:
+        return f"kv_precision {first.precision.label} is none of {', '.join(known.label for known in _NATIVE_KV)}"
+    if layout.block_size % _TILE:
+        return f"block_size {layout.block_size} is no multiple of {_TILE}"
+    if first.head_dim % _TILE or first.head_dim > _WIDEST_HEAD:
+        return f"heads of {first.head_dim} elements are no multiple of {_TILE} up to {_WIDEST_HEAD}"
+    return ""
+
+
+def _native(device: torch.device, layout: KVLayout, wish: Wish, variant: str | None) -> Kernels:
+    """Raises Unsupported with the reason."""
+    if device.type != "cpu":
+        raise Unsupported(f"native kernels run on a CPU, not on {device.type}")
+    if fault := native_fault(layout):
+        raise Unsupported(f"native kernels cannot be used: {fault}")
+    try:
+        library = load_library(wish.folder, variant=variant)
+    except NativeUnavailable as error:
+        raise Unsupported(f"native kernels cannot be had: {error}") from error
+    library.threads = torch.get_num_threads()
+    return NativeKernels(library, wish.weight_precision)
+
+
+def _torch(dtype: str, device: torch.device, name: str) -> Kernels:
+    """Those of torch called `name`; for "auto" and "onednn" oneDNN's, which need a CPU.
 
     A CPU without bf16 instructions computes in fp32 with the weights upcast once (torch's bf16 linear is 2-10 times
     slower there from 8 rows on); their values stay those of the 16-bit weights.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
-    kernels = {f"torch-{label}": TorchKernels(f"torch-{label}", kind, False) for label, kind in DTYPES.items()}
+    known = {f"torch-{label}": TorchKernels(f"torch-{label}", kind, False) for label, kind in DTYPES.items()}
+    known["torch"] = known[f"torch-{dtype}"]
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        kernels["onednn-fp32"] = TorchKernels("onednn-fp32", torch.float32, True)
+        known["onednn-fp32"] = TorchKernels("onednn-fp32", torch.float32, True)
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            kernels["onednn-bf16"] = TorchKernels("onednn-bf16", torch.bfloat16, True)
-    if name is not None:
-        if name not in kernels:
-            raise ValueError(f"kernels {name!r} are not available here; known: {', '.join(kernels)}")
-        return kernels[name]
-    if device.type != "cpu":
-        return kernels[f"torch-{dtype}"]
-    return kernels.get(f"onednn-{dtype}") or kernels.get("onednn-fp32") or kernels["torch-fp32"]
+            known["onednn-bf16"] = TorchKernels("onednn-bf16", torch.bfloat16, True)
+        known["onednn"] = known.get(f"onednn-{dtype}", known["onednn-fp32"])
+    known["auto"] = known.get("onednn") or known["torch-fp32"]
+    if name not in known:
+        names = ", ".join(dict.fromkeys((*KERNELS, *known)))
+        raise ValueError(f"kernels {name!r} are not available here; known: {names}")
+    return known[name]

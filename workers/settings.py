@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KERNELS = ("auto", "native", "onednn", "torch")
+"""Kinds of kernels by name; "auto" is the fastest that the device, the CPU and the weights allow."""
+WEIGHT_PRECISIONS = ("auto", "int8")
+"""How linears keep their weights: in `dtype`, or quantised."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
@@ -14,7 +19,9 @@ class GroupSettings:
 
     `model_dir` is a folder with config.json, safetensors and tokenizer.json, readable on every rank's node.
     `model_names` are the names that clients may use, the canonical one first; `revision` identifies the weights.
-    `dtype` and `kv_precision` are "auto", "bf16", "fp16" or "fp32"; `device` is "cpu" or "cuda".
+    `dtype` and `kv_precision` are "auto", "bf16", "fp16" or "fp32", `kv_precision` also "int8"; `device` is "cpu" or
+    "cuda". `kernels` is one of KERNELS, `weight_precision` one of WEIGHT_PRECISIONS; `native_dir` caches the native
+    kernels that were compiled (None: a folder of the user's).
     `kv_memory` is the KV pool in bytes *per rank* (the rank that holds most heads sets the block count). None: what
     weights and the largest step's buffers leave of `memory_fraction` of the device's memory, which is one rank's share
     of its GPU, or on a CPU of the machine's memory (of its cgroup limit where there is one).
@@ -31,6 +38,9 @@ class GroupSettings:
     dtype: str = "auto"
     kv_precision: str = "auto"
     device: str = "cpu"
+    kernels: str = "auto"
+    weight_precision: str = "auto"
+    native_dir: str | None = None
     block_size: int = 32
     kv_memory: int | None = None
     memory_fraction: float = 0.25

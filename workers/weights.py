@@ -1,4 +1,5 @@
-"""Checkpoint: slices of tensors out of a folder of safetensors files, each rank reading only what it holds.
+"""Checkpoint: slices of tensors out of a folder of safetensors files, mapped into memory: nothing is read before it is
+used, and nothing twice.
 
 It checks that every tensor is there, whole and of the expected shape, and that nothing was left unread; it knows no
 model. The format is safetensors: 8 bytes of header length, a JSON header, raw values.
@@ -7,17 +8,17 @@ model. The format is safetensors: 8 bytes of header length, a JSON header, raw v
 from __future__ import annotations
 
 import json
+import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = ("BF16", "F16", "F32")
+_FORMATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class WeightError(ValueError):
@@ -29,10 +30,13 @@ class _Entry:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 class Checkpoint:
-    """The tensors of `folder` by name. A context manager: closing it lets go of the mapped files."""
+    """The tensors of `folder` by name. A context manager: closing it lets go of the mapped files, once no tensor that
+    it gave is left."""
 
     def __init__(self, folder: Path) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -42,7 +46,7 @@ class Checkpoint:
                     raise WeightError(f"tensor {name} is in both {self._entries[name].file.name} and {file.name}")
                 self._entries[name] = entry
         self._unread = set(self._entries)
-        self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, Tensor] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -50,7 +54,7 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.clear()
+        self._mapped.clear()
 
     def take(
         self,
@@ -59,20 +63,25 @@ class Checkpoint:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Tensor `name`, whose whole shape must be `shape`: its [start, stop) rows or columns, in the file's dtype."""
+        """Tensor `name`, whose whole shape must be `shape`: its [start, stop) rows or columns, in the file's dtype. It
+        is a view of the mapped file, which should not be kept: `to_dtype` gives memory of its own."""
         entry = self._entries.get(name)
         if entry is None:
             raise WeightError(f"tensor {name} is missing from the checkpoint")
         if entry.shape != shape:
             raise WeightError(f"tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}")
-        if entry.dtype not in _DTYPES:
-            raise WeightError(f"tensor {name} has weight format {entry.dtype}; supported: {', '.join(_DTYPES)}")
+        if entry.dtype not in _FORMATS:
+            raise WeightError(f"tensor {name} has weight format {entry.dtype}; supported: {', '.join(_FORMATS)}")
+        dtype = _FORMATS[entry.dtype]
+        if entry.end - entry.begin != math.prod(shape) * dtype.itemsize:
+            raise WeightError(f"tensor {name} of {list(shape)} {entry.dtype} has {entry.end - entry.begin} bytes")
         self._unread.discard(name)
-        piece = self._file(entry.file).get_slice(name)
+        values = self._map(entry.file)[entry.begin : entry.end]
+        # A file whose header has an odd length holds tensors that no CPU likes to read in place.
+        whole = (values if entry.begin % dtype.itemsize == 0 else values.clone()).view(dtype).view(shape)
         if columns is not None:
-            return piece[:, columns[0] : columns[1]].contiguous()  # type: ignore[no-any-return]
-        start, stop = rows or (0, shape[0])
-        return piece[start:stop].contiguous()  # type: ignore[no-any-return]
+            return whole[:, columns[0] : columns[1]]
+        return whole[slice(*rows)] if rows else whole
 
     def skip(self, name: str) -> None:
         """Leave `name` unread on purpose, whether it is there or not."""
@@ -86,13 +95,17 @@ class Checkpoint:
             more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
             raise WeightError(f"the checkpoint has tensors that this model does not use: {', '.join(extra[:3])}{more}")
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
+    def _map(self, path: Path) -> Tensor:
+        """The bytes of `path`. Writing to them would change this process's copy, not the file."""
+        if path not in self._mapped:
             try:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
+                with path.open("rb") as stream:
+                    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                    content = mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            except OSError as error:
                 raise WeightError(f"{path.name} cannot be read: {error}") from error
-        return self._open[path]
+            self._mapped[path] = torch.frombuffer(content, dtype=torch.uint8)
+        return self._mapped[path]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -134,12 +147,15 @@ def _header(file: Path) -> dict[str, _Entry]:
     for name, fields in sorted(header.items()):
         if name == "__metadata__":
             continue
-        if 8 + length + fields["data_offsets"][1] > size:
+        begin, end = (8 + length + offset for offset in fields["data_offsets"])
+        if end > size:
             raise WeightError(f"tensor {name} is truncated: {file.name} ends after {size} bytes")
-        entries[name] = _Entry(file, fields["dtype"], tuple(fields["shape"]))
+        if not 8 + length <= begin <= end:
+            raise WeightError(f"tensor {name} has impossible offsets: {fields['data_offsets']}")
+        entries[name] = _Entry(file, fields["dtype"], tuple(fields["shape"]), begin, end)
     return entries
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` as `dtype`, its memory its own (never a view of the mapped file)."""
-    return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
+    """`tensor` as `dtype`, contiguous, its memory its own: never a view of a mapped file."""
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -150,14 +150,18 @@ class ChatCompletionChunk(BaseModel):
 
 class Chunks:
     """Writes the server-sent events of one stream. `usage`: whether the client asked for it (then it is null until the
-    last chunk, as OpenAI has it)."""
+    last chunk, as OpenAI has it).
+
+    What all chunks of a stream have in common is encoded once, and a text chunk is put together by hand: there is one
+    for each token."""
 
     kind = "text_completion"
 
     def __init__(self, id: str, created: int, model: str, usage: bool) -> None:
         self._head = {"id": id, "object": self.kind, "created": created, "model": model}
-        self._tail = {"usage": None} if usage else {}
         self._usage = usage
+        self._open = f'data: {_encode(self._head)[:-1]},"choices":['
+        self._close = "]" + (',"usage":null' if usage else "") + "}\n\n"
 
     def start(self, index: int) -> bytes:
         """What precedes a choice's text."""
@@ -165,7 +169,7 @@ class Chunks:
 
     def text(self, index: int, text: str) -> bytes:
         """More text of a choice."""
-        return self._choice({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+        return self._written(f'{{"index":{index},"text":{_encode(text)},"logprobs":null,"finish_reason":null}}')
 
     def finish(self, index: int, reason: str) -> bytes:
         """A choice's last chunk."""
@@ -178,7 +182,10 @@ class Chunks:
         return event(self._head | {"choices": [], "usage": Usage.of(choices).model_dump()}) + DONE
 
     def _choice(self, choice: dict[str, Any]) -> bytes:
-        return event({**self._head, "choices": [choice], **self._tail})
+        return self._written(_encode(choice))
+
+    def _written(self, choice: str) -> bytes:
+        return f"{self._open}{choice}{self._close}".encode()
 
 
 class ChatChunks(Chunks):
@@ -192,7 +199,8 @@ class ChatChunks(Chunks):
 
     def text(self, index: int, text: str) -> bytes:
         """More text of a choice."""
-        return self._delta(index, {"content": text}, None)
+        delta = f'{{"content":{_encode(text)}}}'
+        return self._written(f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}')
 
     def finish(self, index: int, reason: str) -> bytes:
         """A choice's last chunk."""

@@ -28,13 +28,14 @@ class StreamLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """When a subscription does what. Acknowledge after `ack_messages` or `ack_s`, whichever comes first; renew the
-    lease every `renew_s` and give up after `renewals` failures in a row; read at most `rotate_messages` from one
-    stream; resume a broken one up to `reconnects` times, `backoff_s` after the first failure and twice as long after
-    each; end when nobody has needed it for `idle_s`."""
+    """When a subscription does what. Acknowledge after `ack_messages` or `ack_s`, whichever comes first: that only lets
+    the group forget, and is a call that costs as much as several messages; renew the lease every `renew_s` and give up
+    after `renewals` failures in a row; read at most `rotate_messages` from one stream; resume a broken one up to
+    `reconnects` times, `backoff_s` after the first failure and twice as long after each; end when nobody has needed it
+    for `idle_s`."""
 
-    ack_messages: int = 32
-    ack_s: float = 0.1
+    ack_messages: int = 256
+    ack_s: float = 1.0
     renew_s: float = 1.0
     renewals: int = 5
     rotate_messages: int = 2000

@@ -83,8 +83,8 @@ def test_sharded_files_give_the_same_model(tmp_path: Path, models: dict[str, tup
     assert (got - oracle(model, tokens)[-1:]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("kernel", ["torch-fp32", "torch-bf16", None])
-def test_sixteen_bit_weights_stay_close_to_the_model(models: dict[str, tuple[Path, Any]], kernel: str | None) -> None:
+@pytest.mark.parametrize("kernel", ["torch-fp32", "torch-bf16", "auto"])
+def test_sixteen_bit_weights_stay_close_to_the_model(models: dict[str, tuple[Path, Any]], kernel: str) -> None:
     folder, model = models["qwen3"]
     ranks = Ranks(folder, dtype="bf16", kernels=kernel)
     tokens = prompt(20)

@@ -76,8 +76,8 @@ def test_what_builds_on_a_dropped_step_is_dropped_with_it_and_run_again_with_the
         StepResult(1, (), dropped=True, short=True),
         StepResult(2, (), dropped=True),
     ]
-    assert [runner.drops for runner in ranks.runners] == [1] * ranks.world
     assert run(made, replace(first, step=3, drops=1)) == [StepResult(3, (tokens[0],))]
+    assert [runner.drops for runner in ranks.runners] == [1] * ranks.world
     after = replace(second, rows=(row(tokens[:1], 9, TABLE),), drops=1)
     assert run(made, replace(after, step=4)) == [StepResult(4, (), dropped=True, short=True)]
     assert run(made, replace(after, step=5)) == [StepResult(5, (), dropped=True)], "planned before the drop was known"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvstore.layout import Precision
 from tests.model.tiny import FAMILIES, Ranks, prompt, save_model
 from workers.weights import Checkpoint, WeightError
 
@@ -61,6 +63,50 @@ def test_a_wrong_tensor_is_named(
     edit(folder, change)
     with pytest.raises(WeightError, match=message):
         Ranks(folder, world)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", ["torch", "onednn", "native"])
+def test_nothing_of_the_files_stays_mapped_once_a_model_is_loaded(folder: Path, kernels: str, dtype: str) -> None:
+    if kernels == "native":
+        options = {"dtype": "bf16", "precision": Precision.BF16, "block_size": 16}
+    else:
+        options = {"dtype": dtype}
+    ranks = Ranks(folder, 2, kernels=kernels, **options)
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    ranks.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_values_may_lie_at_any_byte_of_the_file(tmp_path: Path, spare: int, dtype: torch.dtype) -> None:
+    whole = torch.randn(6, 10).to(dtype)
+    path = tmp_path / "model.safetensors"
+    save_file({"a": whole}, path)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" " * spare
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.take("a", (6, 10)), whole)
+        assert torch.equal(checkpoint.take("a", (6, 10), columns=(1, 4)), whole[:, 1:4])
+
+
+@pytest.mark.parametrize("offsets", [[0, 236], [4, 240], [-8, 232], [240, 0]])
+def test_offsets_that_do_not_fit_the_shape_name_the_tensor(tmp_path: Path, offsets: list[int]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [6, 10], "data_offsets": offsets}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(240))
+    with pytest.raises(WeightError, match="tensor a"), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.take("a", (6, 10))
+
+
+def test_what_is_done_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.take("a", (4,)).zero_()
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.take("a", (4,)).sum() == 4
 
 
 def test_rotary_frequencies_and_a_tied_head_in_the_file_are_ignored(folder: Path) -> None:

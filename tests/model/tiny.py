@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from kvstore.layout import Precision
 from workers.models.spec import ModelSpec
+from workers.native.library import load_library
 from workers.parallel import Communicator, join_store, open_store
 from workers.plan import Draw, Row, StepPlan
 from workers.runner import Runner
+from workers.selection import Wish
 
 HOST = "127.0.0.1"
 GREEDY = Draw()
@@ -85,15 +87,18 @@ def oracle(model: Any, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)])).logits[0].float()
 
 
-def connect(world: int, device: str = "cpu") -> list[Communicator]:
-    """The communicators of a group whose ranks are threads of this process."""
+def connect(world: int, device: str = "cpu", *, shared: bool = True) -> list[Communicator]:
+    """The communicators of a group whose ranks are threads of this process, over memory (`shared`) or gloo."""
     if world == 1:
         return [Communicator.alone()]
     store, address = open_store(HOST)
+    library = load_library() if shared else None
 
     def meet(rank: int) -> Communicator:
         own = store if rank == 0 else join_store(address)
-        return Communicator.connect(own, rank, world, host=HOST, device=torch.device(device), timeout_s=30)
+        return Communicator.connect(
+            own, rank, world, host=HOST, device=torch.device(device), timeout_s=30, library=library
+        )
 
     return in_threads(world, meet)
 
@@ -107,13 +112,16 @@ def in_threads(world: int, work: Callable[[int], T]) -> list[T]:
 class Ranks:
     """`world` runners over the model in `folder`, driven in lockstep by hand-made plans."""
 
-    def __init__(self, folder: Path, world: int = 1, *, blocks: int = 64, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, world: int = 1, *, blocks: int = 64, kernels: str = "auto", **options: Any
+    ) -> None:
         settings: dict[str, Any] = {
             "block_size": 4,
             "precision": Precision.FP32,
             "dtype": "fp32",
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
+            "wish": Wish(kernels),
         } | options
         spec = ModelSpec.read(folder)
         self.world = world
@@ -129,7 +137,7 @@ class Ranks:
         results = in_threads(self.world, lambda rank: self.runners[rank].logits(plan))
         assert all(result is None for result in results[1:])
         assert results[0] is not None
-        return results[0]
+        return results[0].clone()  # the kernels' own buffer, which the next step writes to
 
     def walk(self, tokens: Sequence[int], chunks: Sequence[int], table: tuple[int, ...]) -> Tensor:
         """Feed `tokens` in pieces of `chunks` tokens through `table`; the logits after each piece."""

@@ -336,14 +336,3 @@ def test_a_probe_watches_the_service_at_the_targets_url(fake_app) -> None:
     assert done.exit_code == 0, done.output
     (note,) = json.loads(done.stdout.splitlines()[0])
     assert urls == [server.url] and note["held"] == 0.07 and note["levels"] == {"normal": 1.0}
-
-
-@pytest.mark.parametrize(("command", "module"), [("coordinator", "coordination"), ("pairs", "coordination_ray")])
-def test_benchmarks_of_the_coordinator_are_loaded_when_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, command: str, module: str
-) -> None:
-    found = types.ModuleType(f"deploy.{module}")
-    found.run = lambda **options: types.SimpleNamespace(tables=list, as_json=lambda: options)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"deploy.{module}", found)
-    done = runner.invoke(cli, ["bench", command])
-    assert done.exit_code == 0 and json.loads(done.stdout)

@@ -59,6 +59,10 @@ def test_sizes_are_written_for_people() -> None:
         ("port: 70000", ["port", "65535"]),
         ("dtype: int8", ["dtype", "'int8' is not supported", "auto, bf16, fp16, fp32"]),
         ("kv_precision: fp8_e4m3", ["kv_precision", "'fp8_e4m3' is not supported", "fp32"]),
+        ("kernels: cuda", ["kernels", "'cuda' is not supported", "auto, native, onednn, torch"]),
+        ("kernels: 3", ["kernels", "3 is not supported"]),
+        ("weight_precision: int4", ["weight_precision", "'int4' is not supported", "auto, int8"]),
+        ("{kernels: onednn, weight_precision: int8}", ["weight_precision", "int8 needs kernels: native"]),
         ("gpu_memory_utilization: 1.2", ["gpu_memory_utilization", "less than or equal to 1"]),
         ("gpu_memory_utilization: .nan", ["gpu_memory_utilization"]),
         ("overlap: 3", ["overlap", "less than or equal to 2"]),
@@ -125,6 +129,7 @@ def test_a_fault_in_a_section_is_named_by_its_own_line(write) -> None:
 @pytest.mark.parametrize("key", sorted(ModelSection.model_fields))
 def test_a_key_of_one_model_beside_several_models_is_refused(write, key: str) -> None:
     values = {"model": "x", "revision": "r", "served_model_names": "n", "dtype": "bf16", "kv_precision": "bf16"}
+    values |= {"kernels": "native", "weight_precision": "int8"}
     values |= {"kv_memory": "1MiB", "prefix_cache": "on", "block_size": "32", "max_num_batched_tokens": "512"}
     path = write(f"models:\n  - model: a\n{key}: {values.get(key, 1)}\n")
     with pytest.raises(ConfigError) as refused:

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RpcError
 
 from cluster.coordination.cards import Reply
-from cluster.group import REBUILDS
+from cluster.group import HANDOVER_S, REBUILDS
 from cluster.incarnation import CannotStart
 from tests.owned_group import FakeCoordinator, FakeIncarnation, bench
 from workers.plan import Limits
@@ -240,5 +241,45 @@ def test_a_replica_that_is_stopped_while_it_rebuilds_leaves_no_rank(
             await on.until(lambda: len(on.started) == 2)
             assert not on.started[1].killed
         assert on.started[1].killed and on.started[0].stopped
+
+    run(scenario())
+
+
+def no_answer() -> float | None:
+    raise RpcError("no GCS")
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "within_s"),
+    [
+        (lambda: None, 1.0),
+        (lambda: 600.0, 1.0),
+        (lambda: HANDOVER_S + 0.3, 0.3),
+        (lambda: HANDOVER_S - 1.0, 0.0),
+        (lambda: -60.0, 0.0),
+        (no_answer, 1.0),
+    ],
+)
+def test_running_requests_may_end_within_a_bounded_time_which_is_over_before_their_node_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds_left: Callable[[], float | None], within_s: float
+) -> None:
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with bench(monkeypatch, tmp_path) as on:
+            monkeypatch.setattr("cluster.group.seconds_left", seconds_left)
+            on.started[0].busy = True
+            began = clock()
+        assert within_s <= clock() - began < within_s + 0.6
+        assert on.coordinator.left == [1] and on.started[0].stopped
+
+    run(scenario())
+
+
+def test_a_group_that_has_nothing_to_do_goes_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with bench(monkeypatch, tmp_path) as on:
+            began = clock()
+        assert clock() - began < 0.6 and on.started[0].stopped
 
     run(scenario())

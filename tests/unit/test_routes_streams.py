@@ -10,6 +10,7 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.generation import Generation
+from cluster.protocol.answers import ChatChunks, Chunks
 from tests.scripted import END, Call, Script, Scripted, app_of, byte_level, chat, complete, events, ids, joined, says
 from workers.plan import Finish, TokenEvent
 
@@ -231,3 +232,15 @@ def test_a_gap_in_the_tokens_is_an_error_and_not_a_wrong_text() -> None:
         yield TokenEvent(generation.id, 0, 5, ids(" fox"), Finish.LENGTH)
 
     assert complete(app_of(script)).json()["error"]["code"] == "generation_failed"
+
+
+@pytest.mark.parametrize("usage", [True, False])
+@pytest.mark.parametrize("kind", [Chunks, ChatChunks])
+@pytest.mark.parametrize("text", ['"', "\\", "\u2028</script>\x00\n", "日本🙂", "\ud800", "null}", ""])
+def test_a_text_chunk_is_what_json_would_make_of_it(kind: type[Chunks], usage: bool, text: str) -> None:
+    made = kind('id"', 7, "mo\\del 🙂", usage).text(3, text)
+    choice = {"text": text} if kind is Chunks else {"delta": {"content": text}}
+    whole = {"id": 'id"', "object": kind.kind, "created": 7, "model": "mo\\del 🙂"}
+    whole |= {"choices": [{"index": 3, **choice, "logprobs": None, "finish_reason": None}]}
+    whole |= {"usage": None} if usage else {}
+    assert made == b"data: " + json.dumps(whole, separators=(",", ":")).encode("ascii") + b"\n\n"

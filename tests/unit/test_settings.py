@@ -27,7 +27,8 @@ def write(tmp_path: Path):
 
 
 def told(config: ClusterConfig, *, device: str = "cpu", cores: int = 1, model: int = 0) -> GroupSettings:
-    return group_settings(config, config.sections[model], Path("/m"), "r", device=device, cores=cores)
+    section, cache = config.sections[model], Path("/cache")
+    return group_settings(config, section, Path("/m"), "r", device=device, cores=cores, cache=cache)
 
 
 def test_group_settings_share_memory_and_cores_between_ranks() -> None:
@@ -39,6 +40,7 @@ def test_group_settings_share_memory_and_cores_between_ranks() -> None:
     assert (gpu.threads, gpu.memory_fraction) == (1, 0.9)
     assert told(config).threads == 1
     assert told(load(None, {"threads": 5}), device="cuda").threads == 5
+    assert cpu.native_dir == "/cache/native"
 
 
 def test_groups_of_all_models_share_the_machine(write) -> None:
@@ -51,7 +53,9 @@ def test_groups_of_all_models_share_the_machine(write) -> None:
 
 PER_MODEL = {
     "dtype": "fp32",
-    "kv_precision": "fp16",
+    "kv_precision": "int8",
+    "kernels": "native-avx2",
+    "weight_precision": "int8",
     "block_size": 64,
     "kv_memory": 2**20,
     "max_model_len": 77,
@@ -72,7 +76,7 @@ def test_every_group_setting_comes_from_a_key(several: bool) -> None:
     settings = told(ClusterConfig.model_validate({**given, **PER_SERVICE}), model=int(several))
     wanted = PER_MODEL | PER_SERVICE
     assert {key: getattr(settings, key) for key in wanted} == wanted
-    untold = {"model_dir", "model_names", "revision", "device", "memory_fraction"}
+    untold = {"model_dir", "model_names", "revision", "device", "memory_fraction", "native_dir"}
     assert untold | set(wanted) == set(GroupSettings.__slots__), "a field that no key reaches"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.attention.int8 import dequantise, quantise
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
 from workers.rotation import rotate
@@ -45,7 +46,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`write`: where the step's keys and values go, int64 [T * 2 * heads]. `narrow` (the pool's dtype) and `wide`
+    """`write`: where the step's keys and values go, int64 [T * 2 * heads]. `narrow` (the pool's vectors) and `wide`
     (fp32; the same memory where the pool is fp32) take one gather at a time, [largest gather, head_dim]. They are made
     once per step, as fresh memory for every layer would cost more than the copy into it."""
 
@@ -59,6 +60,8 @@ class _Step:
         """vectors[index] in fp32, [len(index), head_dim]; valid until the next read."""
         narrow, wide = self.narrow[: len(index)], self.wide[: len(index)]
         torch.index_select(vectors, 0, index, out=narrow)
+        if narrow.dtype == torch.int8:
+            return dequantise(narrow, wide)
         return wide if self.wide is self.narrow else wide.copy_(narrow)
 
 
@@ -78,9 +81,11 @@ class ReferenceAttention:
         chunks = tuple(self._chunk(span) for span in batch.spans if span.count > 1)
         gathers = [decode.index for decode in decodes] + [chunk.index for chunk in chunks]
         size = max(len(index) for index in gathers)
-        narrow = torch.empty(size, self._pool.head_dim, dtype=self._pool.dtype, device=self._pool.device)
-        wide = narrow if narrow.dtype == torch.float32 else torch.empty_like(narrow, dtype=torch.float32)
-        return _Step(self._pool.rows(batch.slots).view(-1), decodes, chunks, narrow, wide)
+        pool = self._pool
+        narrow = wide = torch.empty(size, pool.width, dtype=pool.dtype, device=pool.device)
+        if pool.dtype != torch.float32:
+            wide = torch.empty(size, pool.head_dim, dtype=torch.float32, device=pool.device)
+        return _Step(pool.rows(batch.slots).view(-1), decodes, chunks, narrow, wide)
 
     def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
         """See AttentionBackend.attend."""
@@ -92,7 +97,8 @@ class ReferenceAttention:
             rotate(each[:, : first + pool.heads], turns)
         query, kv = each[:, :first], each[:, first:]
         vectors = pool.vectors(layer)
-        vectors.index_copy_(0, step.write, kv.to(pool.dtype).reshape(-1, pool.head_dim))
+        fresh = quantise(kv.float()) if pool.dtype == torch.int8 else kv.to(pool.dtype)
+        vectors.index_copy_(0, step.write, fresh.reshape(-1, pool.width))
         if len(step.decodes) == 1 and step.decodes[0].rows is None:
             return self._attend_decode(step, vectors, query, step.decodes[0])
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)

@@ -59,7 +59,7 @@ class LlamaModel:
         self.widths = tuple(stop - start for start, stop in split_evenly(spec.vocab_size, comm.world))
         loader = _Loader(spec, checkpoint, comm, kernels, DTYPES[dtype], device)
         self._vocabulary = loader.vocabulary
-        self._stream = kernels.stream
+        self._streams = _Streams(spec.hidden_size, kernels.stream, device)
         self._rotation = Rotation(spec.rope, spec.head_dim, device)
         self._embedding = loader.embedding()
         self._layers = [loader.layer(index, self.shard) for index in range(spec.layers)]
@@ -84,12 +84,31 @@ class LlamaModel:
         return self._head(self._norm(hidden))
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        stream = self._streams.of(len(tokens))
         if self._comm.world == 1:
-            return embedding(tokens, self._embedding).to(self._stream)
+            return stream.copy_(embedding(tokens, self._embedding))
         start, stop = self._vocabulary
         mine = (tokens >= start) & (tokens < stop)
         rows = embedding(torch.where(mine, tokens - start, 0), self._embedding).float()
-        return self._comm.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(self._stream)
+        return stream.copy_(self._comm.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)))
+
+
+class _Streams:
+    """Memory of the residual stream. It is the same tensor in every step of one size: kernels keep calls prepared."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._room = torch.empty(0, width, dtype=dtype, device=device)
+        self._views: dict[int, Tensor] = {}
+
+    def of(self, rows: int) -> Tensor:
+        """[rows, width], holding anything."""
+        if rows > len(self._room):
+            self._room = self._room.new_empty(rows, self._room.shape[1])
+            self._views.clear()
+        view = self._views.get(rows)
+        if view is None:
+            view = self._views[rows] = self._room[:rows]
+        return view
 
 
 class _Loader:
@@ -124,7 +143,7 @@ class _Loader:
             self._checkpoint.skip("lm_head.weight")
             return self._kernels.linear(tied, None, slot="logits", wide=True)
         shape = (self._spec.vocab_size, self._spec.hidden_size)
-        weight = self._take("lm_head.weight", shape, rows=self.vocabulary)
+        weight = self._weight("lm_head.weight", shape, rows=self.vocabulary)
         return self._kernels.linear(weight, None, slot="logits", wide=True)
 
     def norm(self, name: str) -> Norm:
@@ -155,7 +174,7 @@ class _Loader:
         weights, biases = [], []
         for name, total, start, stop, rotates in parts:
             rows = (start * dim, stop * dim)
-            weight = self._take(prefix + name + ".weight", (total * dim, spec.hidden_size), rows=rows)
+            weight = self._weight(prefix + name + ".weight", (total * dim, spec.hidden_size), rows=rows)
             weights.append(pair_up(weight, dim) if rotates else weight)
             if spec.qkv_bias:
                 bias = self._take(prefix + name + ".bias", (total * dim,), rows=rows)
@@ -173,7 +192,7 @@ class _Loader:
     def _out(self, name: str, shard: HeadShard) -> Adding:
         spec, dim = self._spec, self._spec.head_dim
         columns = (shard.q_start * dim, shard.q_stop * dim)
-        weight = self._take(name + ".weight", (spec.hidden_size, spec.q_heads * dim), columns=columns)
+        weight = self._weight(name + ".weight", (spec.hidden_size, spec.q_heads * dim), columns=columns)
         return self._adding(weight, self._reduced_bias(name, spec.output_bias))
 
     def _gate_up(self, prefix: str) -> Linear:
@@ -185,20 +204,20 @@ class _Loader:
     def _columns_of(self, name: str) -> tuple[Tensor, Tensor | None]:
         """This rank's part of a linear into the MLP's inside: weight and bias."""
         shape = (self._spec.intermediate_size, self._spec.hidden_size)
-        weight = self._take(f"{name}.weight", shape, rows=self._columns)
+        weight = self._weight(f"{name}.weight", shape, rows=self._columns)
         return weight, self._take(f"{name}.bias", shape[:1], rows=self._columns) if self._spec.mlp_bias else None
 
     def _down(self, name: str) -> Adding:
         spec = self._spec
-        weight = self._take(name + ".weight", (spec.hidden_size, spec.intermediate_size), columns=self._columns)
+        weight = self._weight(name + ".weight", (spec.hidden_size, spec.intermediate_size), columns=self._columns)
         return self._adding(weight, self._reduced_bias(name, spec.mlp_bias))
 
     def _adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """A linear that adds to the residual stream what all ranks together have computed, summed in fp32."""
         if self._comm.world == 1:
             return self._kernels.adding(weight, bias)
-        product, all_reduce = self._kernels.linear(weight, bias, slot="partial", wide=True), self._comm.all_reduce
-        return lambda x, stream: stream + all_reduce(product(x)).to(stream.dtype)
+        product, onto = self._kernels.linear(weight, bias, slot="partial", wide=True), self._comm.all_reduce_onto
+        return lambda x, stream: onto(product(x), stream)
 
     def _reduced_bias(self, name: str, present: bool) -> Tensor | None:
         """The bias of a linear whose outputs are summed over ranks: read by all, added by rank 0."""
@@ -207,11 +226,16 @@ class _Loader:
         bias = self._take(name + ".bias", (self._spec.hidden_size,))
         return bias if self._comm.rank == 0 else None
 
-    def _take(
+    def _weight(
         self,
         name: str,
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
-        return to_dtype(self._checkpoint.take(name, shape, rows, columns), self._dtype).to(self._device)
+        """What kernels pack or convert, straight from the file where nothing is to be done before."""
+        return self._checkpoint.take(name, shape, rows, columns).to(self._dtype).to(self._device)
+
+    def _take(self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None) -> Tensor:
+        """What is kept as it is."""
+        return to_dtype(self._checkpoint.take(name, shape, rows), self._dtype).to(self._device)

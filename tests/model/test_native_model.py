@@ -1,0 +1,74 @@
+"""A model on the native kernels gives a token the same logits to the bit, whatever else a step holds and however the
+prompt came into the cache: so preemption, replay and sharing change no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.layout import Precision
+from tests.model.tiny import FAMILIES, Ranks, prompt, row, save_model, tables
+from workers.selection import Wish
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
+
+BLOCKS, BLOCK, LENGTH = 40, 16, 150
+DYNAMIC = {
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
+}
+"""Frequencies that change with the position, from 64 tokens on."""
+
+
+@pytest.fixture(
+    params=[
+        ("smollm2", "bf16", "auto"),
+        ("qwen3", "int8", "auto"),
+        ("mistral", "fp16", "auto"),
+        ("smollm2", "int8", "int8"),
+    ],
+    ids="-".join,
+)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """What makes ranks over one model."""
+    family, precision, weights = request.param
+    config = FAMILIES[family]
+    if family == "mistral":
+        config = type(config)(**config.to_dict() | DYNAMIC)
+    save_model(config, tmp_path)
+    options = {"blocks": BLOCKS, "block_size": BLOCK, "precision": Precision.parse(precision), "dtype": "bf16"}
+    return lambda: Ranks(tmp_path, wish=Wish("native", weights), **options)
+
+
+def test_neither_chunks_nor_neighbours_nor_a_cached_prefix_change_a_bit(made: Any) -> None:
+    tokens = prompt(LENGTH)
+    first, second, third = tables(BLOCKS, [10, 10, 5], seed=1)
+    ranks = made()
+    expected = ranks.walk(tokens, [LENGTH - 2, 1, 1], first)
+    for chunks in ([1] * LENGTH, [16, 64, 68, 1, 1], [7] * 21 + [1, 1, 1]):
+        assert torch.equal(made().walk(tokens, chunks, second)[-3:], expected)
+    # Another sequence whose first blocks are the first one's; beside it a third one is prefilled and decoded.
+    shared = (*first[:6], *second[6:])
+    others = prompt(64, seed=9)
+    ranks.logits(row(tokens[96:100], 96, shared), row(others[:50], 0, third))
+    ranks.logits(row(others[50:51], 50, third), row(tokens[100 : LENGTH - 2], 100, shared))
+    for index in (LENGTH - 2, LENGTH - 1):
+        got = ranks.logits(row(others[index - LENGTH :], 51, third), row(tokens[index : index + 1], index, shared))
+        assert torch.equal(got[1], expected[index - LENGTH])
+
+
+def test_a_copied_block_and_nan_in_every_other_change_no_bit(made: Any) -> None:
+    tokens = prompt(LENGTH)
+    first, second = tables(BLOCKS, [10, 10], seed=2)
+    ranks = made()
+    expected = ranks.walk(tokens, [LENGTH - 1, 1], first)[-1]
+    ranks = made()
+    for page in ranks.runners[0].pool.pages:
+        page.fill_(255)
+    ranks.walk(tokens[:-1], [LENGTH - 1], first)
+    pairs = tuple(zip(first, second, strict=True))
+    got = ranks.logits(row(tokens[-1:], LENGTH - 1, second), copy=pairs, zero=first)
+    assert torch.equal(got[0], expected)

@@ -1,0 +1,172 @@
+"""NativeAttention: the C++ kernel over the paged pool, for one-token rows, prefill chunks and both in one step.
+
+It has a page format of its own (workers/native/attention_page.h): a pool that it serves is read by no other backend.
+What it computes for a token depends on that token's row alone, to the bit: not on its neighbours, on how a prompt is
+cut into chunks, on what the cache held, or on the number of threads. It knows no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.batch import Batch
+from workers.kvpool import KVPool
+from workers.models.spec import Unsupported
+from workers.native.library import Library
+from workers.native.workspace import Workspace
+
+_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.int8: 2}
+_TILE = 16
+_MOST_DIM = 256
+_UNIT_BYTES = 36
+_TOO_SMALL = 1
+
+
+class _Work(ctypes.Structure):
+    """tg_attention of workers/native/attention.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "block_size", "blocks", "format")),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("tokens", "row_count", "table_count")),
+        ("page_bytes", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("rows", "tables", "units", "partials", "pending", "scratch")),
+        *((name, ctypes.c_int64) for name in ("unit_room", "partial_room", "scratch_room")),
+        *((name, ctypes.c_int64) for name in ("unit_count", "partial_count", "scratch_count")),
+        ("merge_count", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("cost", ctypes.c_int64),
+    )
+
+
+class NativeAttention:
+    """The backend over `pool` for bf16 heads of pool.head_dim; softmax scale 1 / sqrt(head_dim).
+
+    `window`: how many positions a token sees, its own included; `soft_cap`: scores s become cap * tanh(s / cap); None:
+    all, as they are. Raises Unsupported for a pool on another device, in another precision than bf16, fp16 and int8, or
+    with a block_size or head_dim that is no multiple of 16 (head_dim: up to 256).
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        library: Library,
+        pool: KVPool,
+        workspace: Workspace,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        _check_pool(pool)
+        self._pool = pool
+        self._workspace = workspace
+        self._plan = library.function("tg_attention_plan", ctypes.c_void_p)
+        pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        self._attend = library.function("tg_attention", *pointers)
+        self._pages = [page.data_ptr() for page in pool.pages]
+        self._work = _Work(
+            kv_heads=pool.heads,
+            head_dim=pool.head_dim,
+            block_size=pool.block_size,
+            blocks=pool.blocks,
+            format=_FORMATS[pool.dtype],
+            window=window or 0,
+            scale=pool.head_dim**-0.5,
+            soft_cap=soft_cap or 0.0,
+            page_bytes=pool.pages[0].shape[1],
+        )
+        self._address = ctypes.addressof(self._work)
+        self._rows = array("i")
+        self._tables = np.empty(0, np.int32)
+        self._room: list[Tensor] = []
+        self._slack = 1 if library.debug else 2  # exact where bounds are checked
+        self._width = 0
+        self._columns = 0
+
+    def prepare(self, batch: Batch) -> object:
+        """Hand the step's rows to the kernel; holds until the next call. Raises ValueError for rows whose blocks do not
+        cover them or are not the pool's."""
+        work, tables = self._work, [span.table for span in batch.spans]
+        begins = list(accumulate(map(len, tables), initial=0))
+        self._tables = np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])
+        rows = [part for span, begin in zip(batch.spans, begins, strict=False) for part in (*span[:3], begin)]
+        self._rows = array("i", rows)
+        work.tokens = len(batch.positions)
+        work.row_count = len(tables)
+        work.table_count = begins[-1]
+        work.rows = self._rows.buffer_info()[0]
+        work.tables = self._tables.ctypes.data
+        if self._width:
+            self._cut()
+        return self
+
+    def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
+        """See AttentionBackend.attend; `heads` is bf16, rows contiguous. Raises ValueError for what does not fit."""
+        if step is not self:
+            raise ValueError("attend wants what prepare of the same backend returned")
+        tokens = self._work.tokens
+        if heads.shape[1] != self._width:
+            self._shape(heads)
+        if heads.shape[0] != tokens or heads.dtype != torch.bfloat16 or heads.stride(1) != 1:
+            raise ValueError(f"heads must be bf16 [{tokens}, …] with contiguous rows, got {_described(heads)}")
+        place = None
+        if turns is not None:
+            fits = turns.numel() * 2 == tokens * self._pool.head_dim
+            if not fits or turns.dtype != torch.complex64 or not turns.is_contiguous():
+                raise ValueError(f"turns must be complex64 and contiguous for {tokens} tokens, got {_described(turns)}")
+            place = turns.data_ptr()
+        out = self._workspace.take("attended", tokens, self._columns, torch.bfloat16)
+        self._attend(self._address, self._pages[layer], heads.data_ptr(), heads.stride(0), place, out.data_ptr())
+        return out
+
+    def _shape(self, heads: Tensor) -> None:
+        """Learn the number of query heads from the first heads that come."""
+        count, rest = divmod(heads.shape[1], self._pool.head_dim)
+        queries = count - 2 * self._pool.heads
+        if rest or queries < 1 or queries % self._pool.heads:
+            raise ValueError(
+                f"heads of {heads.shape[1]} columns are no multiple of {self._pool.heads} KV heads of "
+                f"{self._pool.head_dim} values, beside keys and values"
+            )
+        self._width = heads.shape[1]
+        self._columns = queries * self._pool.head_dim
+        self._work.q_heads = queries
+        self._cut()
+
+    def _cut(self) -> None:
+        """Have the kernel cut the step into units, in memory that grows to what it asks for."""
+        work = self._work
+        while (answer := self._plan(self._address)) == _TOO_SMALL:
+            units, partials = self._slack * work.unit_count, self._slack * work.partial_count
+            sizes = (units * _UNIT_BYTES, partials * 4, (units + 1) * 4, work.scratch_count)
+            self._room = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            work.units, work.partials, work.pending, work.scratch = (part.data_ptr() for part in self._room)
+            work.unit_room, work.partial_room, work.scratch_room = units, partials, work.scratch_count
+        if answer:
+            work.tokens = 0  # nothing is attended for
+            raise ValueError(f"a row's blocks do not cover it or are not among the pool's {self._pool.blocks}")
+
+
+def _check_pool(pool: KVPool) -> None:
+    """Raises Unsupported."""
+    if pool.device.type != "cpu":
+        raise Unsupported(f"native attention computes on a CPU, not on {pool.device}")
+    if pool.dtype not in _FORMATS:
+        raise Unsupported(f"native attention reads bf16, fp16 and int8, not {pool.dtype}")
+    if pool.head_dim % _TILE or not 0 < pool.head_dim <= _MOST_DIM:
+        raise Unsupported(f"native attention needs a head_dim that is a multiple of 16 up to 256, got {pool.head_dim}")
+    if pool.block_size % _TILE:
+        raise Unsupported(f"native attention needs a block_size that is a multiple of 16, got {pool.block_size}")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} with strides {list(tensor.stride())}"

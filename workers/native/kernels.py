@@ -1,0 +1,82 @@
+"""NativeKernels: linears, norms and attention of the native library. They know no model and no batch.
+
+Between the parts of a layer lies bf16, the residual stream is fp32 and changed in place, sums are fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionBackend
+from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
+from workers.kvpool import KVPool
+from workers.native.arena import Arena
+from workers.native.attention import NativeAttention
+from workers.native.library import Library
+from workers.native.linear import Finish, NativeLinear
+from workers.native.norm import NativeHeadNorm, NativeNorm
+from workers.native.packing import PackedWeights
+from workers.native.sampling import NativeSampler
+from workers.native.workspace import Workspace
+
+
+class NativeKernels:
+    """Over `library`, for one rank: its outputs lie in buffers of its own."""
+
+    dtype = torch.bfloat16
+    stream = torch.float32
+    in_place = True
+
+    def __init__(self, library: Library, weight_precision: str = "auto") -> None:
+        if weight_precision not in ("auto", "int8"):
+            raise ValueError(f"weight_precision {weight_precision!r} is not supported; known: auto, int8")
+        self._int8 = weight_precision == "int8"
+        self.name = f"native-{library.variant}" + ("-int8" if self._int8 else "")
+        self._library = library
+        self._workspace = Workspace()
+        self._arena = Arena(exact=library.debug)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, slot: str, wide: bool = False) -> Linear:
+        """See Kernels.linear."""
+        return self._packed((weight,), (bias,), Finish.WIDE if wide else Finish.NARROW, slot)
+
+    def gated(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, activation: Activation, *, slot: str
+    ) -> Linear:
+        """See Kernels.gated."""
+        return self._packed((gate, up), biases or (None, None), Finish.of(activation), slot)
+
+    def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
+        """See Kernels.adding."""
+        return self._packed((weight,), (bias,), Finish.ADD, "").add
+
+    def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
+        """See Kernels.norm."""
+        return NativeNorm(self._library, self._workspace, weight, eps, slot)
+
+    def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:
+        """See Kernels.head_norm."""
+        return NativeHeadNorm(self._library, weight, eps)
+
+    def attention(self, pool: KVPool) -> AttentionBackend:
+        """See Kernels.attention."""
+        return NativeAttention(self._library, pool, self._workspace)
+
+    def sampler(self) -> Sampler:
+        """See Kernels.sampler."""
+        return NativeSampler(self._library)
+
+    def _packed(
+        self,
+        weights: tuple[Tensor, ...],
+        biases: tuple[Tensor | None, ...],
+        finish: Finish,
+        slot: str,
+        *,
+        int8: bool | None = None,
+    ) -> NativeLinear:
+        packed = PackedWeights.of(
+            self._library, self._arena, weights, biases, int8=self._int8 if int8 is None else int8
+        )
+        return NativeLinear(self._library, self._workspace, packed, finish, slot)
