@@ -137,6 +137,17 @@ def test_neither_threads_nor_the_cut_into_partitions_change_a_bit(library: Libra
         assert torch.equal(other, outputs[0])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_units_that_cross_a_partition_are_cut_like_others(library: Library, window: int | None) -> None:
+    """48 queries are 48 tokens here: some of them see nothing of a unit's last partition."""
+    outputs = []
+    for threads, chunks in ((1, [560]), (3, [465, 95]), (3, [511, 48, 1])):
+        library.threads = threads
+        outputs.append(Attended(library, 1, 1, 16, lengths=(560,), window=window).walk(0, chunks))
+    assert torch.equal(outputs[1], outputs[0])
+    assert torch.equal(outputs[2], outputs[0])
+
+
 def test_a_row_that_is_most_of_a_step_is_cut_and_others_are_not(fastest: Library) -> None:
     device = Attended(fastest, 1, 3, 32, lengths=(1600, 20))
     device.run([(0, 1599)])

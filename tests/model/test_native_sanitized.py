@@ -76,5 +76,10 @@ def test_the_kernels_are_clean(variant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["native_linear", "native_attention", "native_sampler", "shared_reduce"])
 def test_the_kernels_own_tests_are_clean(name: str) -> None:
-    done = run("-m", "pytest", "-q", "-x", "-p", "tests.model.sanitized", f"tests/model/test_{name}.py")
+    """Those of one build. int8 products are compared to the bit, which takes the release build's fused sums."""
+    wanted = f"({BEST} or not ({' or '.join(OTHERS) or 'nothing'}))"
+    if name == "native_linear":
+        wanted += " and not int8"
+    plugins = ("-p", "tests.model.sanitized", "-p", "no:cacheprovider")
+    done = run("-m", "pytest", "-q", "-x", *plugins, "-k", wanted, f"tests/model/test_{name}.py")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]

@@ -13,6 +13,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.util.placement_group import placement_group_table
 
 from deploy.cluster import OBJECT_STORE, RayLink
+from tests.ray.stage import eventually
 
 
 class SecondNode:
@@ -35,6 +36,7 @@ class SecondNode:
         self._node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
         self._raylet = psutil.Process(self._node.all_processes["raylet"][0].process.pid)
         self.id = str(self._node.node_id)
+        eventually(lambda: self.is_alive)
 
     @property
     def is_alive(self) -> bool:

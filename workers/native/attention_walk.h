@@ -86,9 +86,9 @@ class Walk {
         if (base + STEP_KEYS < last) return fetch(place, base + STEP_KEYS, last);
         if (!next) return;
         const Place after(work_, *next);
-        const int position = after.position(0);
-        fetch(after, at_least(next->part * PARTITION_KEYS, after.first_seen(position) / STEP_KEYS * STEP_KEYS),
-              position + 1);
+        const int seen = after.first_seen(after.position(0)) / STEP_KEYS * STEP_KEYS;
+        // The last query sees every partition of its unit; the first ones may see nothing of the last.
+        fetch(after, at_least(next->part * PARTITION_KEYS, seen), after.position(next->count - 1) + 1);
     }
 
     void fetch(const Place& place, int base, int end) {
