@@ -20,6 +20,7 @@ from typing import Any
 from deploy.peaks import Measured, PeakMeter
 from deploy.stepwork import Peaks, Shape, Work
 from workers.engine import Engine
+from workers.errand import run_errand
 from workers.models.spec import ModelSpec
 from workers.native.library import Library, NativeUnavailable, load_library
 from workers.plan import StepPlan, StepResult
@@ -131,16 +132,16 @@ def run(job: Job) -> dict[str, Any]:
     engine = rank.make_engine(facts.blocks, CLIENT)
     form, spec = Format.of(facts.kernel), ModelSpec.read(Path(settings.model_dir))
     shape = Shape.of(spec, rank.runner.layout, layer_item=form.layer_item, head_item=form.head_item)
-    meter = PeakMeter(_library(settings.native_dir))
+    meter = run_errand(lambda: PeakMeter(_library(settings.native_dir)))
     watch = engine.recorder = StepWatch(shape)
     rng = random.Random(job.seed)
     closed_loop(engine, 1, _prompts(job, 1, rng, spec.vocab_size), 4)  # first calls are slower
-    levels, before = [], meter()
+    levels, before = [], run_errand(meter)
     for clients in job.levels:
         prompts = _prompts(job, max(PER_CLIENT * clients, FEWEST), rng, spec.vocab_size)
         watch.begin()
         loop = closed_loop(engine, clients, prompts, job.max_tokens)
-        after = meter()
+        after = run_errand(meter)
         levels.append(_level(clients, loop, watch.steps, form.peaks(before, after)))
         before = after
     rank.stop()

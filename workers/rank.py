@@ -15,6 +15,7 @@ from typing import Any
 from kvstore.layout import KVLayout, Precision
 from kvstore.store import KVStore
 from workers.engine import Engine
+from workers.errand import run_errand
 from workers.memory import machine_bytes, pool_blocks, resident_bytes
 from workers.plan import Limits
 from workers.scheduler import Scheduler
@@ -73,9 +74,8 @@ class Rank:
         """Join the others at `address` (None for a lone rank; `host` is where this rank listens), read this rank's
         weights, measure the largest step. Raises Unsupported, WeightError or NoRoom."""
         began = time.monotonic()
-        threads = self._make_runner(address, host)
+        threads, activations = run_errand(lambda: self._measured(address, host))
         settings, layout, choice = self._settings, self._layout, self.runner.choice
-        activations = 0 if settings.kv_memory is not None else int(self.runner.profile())
         total, used = _memory(settings.device)
         return RankFacts(
             rank=self._rank,
@@ -94,7 +94,7 @@ class Rank:
 
     def allocate(self, blocks: int) -> None:
         """Allocate this rank's part of `blocks`."""
-        self.runner.allocate(blocks)
+        run_errand(lambda: self.runner.allocate(blocks))
 
     def make_engine(self, blocks: int, name: str) -> Engine:
         """Rank 0: store, scheduler and engine of the group `name` over the ranks, which then wait for its plans."""
@@ -142,6 +142,11 @@ class Rank:
     def _layout(self) -> KVLayout:
         layout: KVLayout = self.runner.layout
         return layout
+
+    def _measured(self, address: str | None, host: str) -> tuple[int, int]:
+        """Make the runner; its threads, and bytes of the largest step, 0 where the pool's size is given."""
+        threads = self._make_runner(address, host)
+        return threads, 0 if self._settings.kv_memory is not None else int(self.runner.profile())
 
     def _make_runner(self, address: str | None, host: str) -> int:
         """Weights and communicator; returns the threads that torch uses here."""

@@ -103,6 +103,14 @@ def test_without_rounding_sums_are_exact_to_fp32(library: Library) -> None:
     assert (got - x.double() @ weight.double().T).abs().max() < 2e-4
 
 
+def test_the_linear_of_the_logits_keeps_bf16(library: Library) -> None:
+    weight, x = numbers(60, 64), numbers(3, 64, seed=1)
+    exact = NativeKernels(library).linear(weight, None, slot="logits", wide=True)(x)
+    int8 = NativeKernels(library, "int8")
+    assert torch.equal(int8.linear(weight, None, slot="logits", wide=True)(x), exact)
+    assert not torch.equal(int8.linear(weight, None, slot="partial", wide=True)(x), exact)
+
+
 @pytest.mark.parametrize("activation", Activation)
 def test_gated_is_the_activation_times_up(kernels: NativeKernels, activation: Activation) -> None:
     for (out, width), rows in zip(SIZES, (1, 8, 9, 2, 5, 33), strict=True):
@@ -215,6 +223,15 @@ def test_many_rows_split_over_threads_keep_their_bits(kernels: NativeKernels, li
     for threads in (2, 3, 8):
         library.threads = threads
         assert torch.equal(linear(x), alone)
+
+
+@pytest.mark.parametrize("out", [40_000, 40_007])
+def test_results_larger_than_the_caches_are_the_same(kernels: NativeKernels, out: int) -> None:
+    """They go to memory another way, where rows are aligned."""
+    weight, x = numbers(out, 8), numbers(20, 8, seed=1)
+    linear = kernels.linear(weight, None, slot="wide", wide=True)
+    single = torch.cat([linear(x[i : i + 1]).clone() for i in range(20)])
+    assert torch.equal(linear(x), single)
 
 
 def test_norms_keep_a_row_s_bits(library: Library) -> None:

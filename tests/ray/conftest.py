@@ -12,7 +12,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # before anything imports ray
 
 from deploy.cluster import start_ray, stop_ray
 from deploy.config import ClusterConfig
-from tests.ray.stage import Stage, free_port, processes, write_tiny_model
+from tests.ray.stage import Stage, command_line, free_port, processes, write_tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +31,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage.service.close()
     else:
         stop_ray(stage.link)
-    left = [process for process in processes()[1:] if "ray" in " ".join(process.cmdline())]
+    left = [process for process in processes()[1:] if "ray" in command_line(process)]
     assert not left, f"left behind: {left}"
 
 

@@ -105,6 +105,14 @@ def processes() -> list[psutil.Process]:
     return [own, *own.children(recursive=True)]
 
 
+def command_line(process: psutil.Process) -> str:
+    """As it was started; "" once it has ended: one that was listed a moment ago may be gone, or a zombie, by now."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def listeners() -> list[tuple[str, str, int]]:
     """(process, address, port) of every socket that listens, of all our processes."""
     found = []
@@ -120,7 +128,7 @@ def listeners() -> list[tuple[str, str, int]]:
 
 def rank_processes() -> set[int]:
     """Process ids of all living rank actors."""
-    return {process.pid for process in processes() if "RankActor" in " ".join(process.cmdline())}
+    return {process.pid for process in processes() if "RankActor" in command_line(process)}
 
 
 def write_tiny_model(folder: Path, tokenizer_of: Path, seed: int = 7) -> Path:

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.ray.stage import eventually, free_port
+from tests.ray.stage import command_line, eventually, free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_a_service_answers_shows_its_status_and_ends_without_a_trace(folder: Pat
 
 def test_an_interrupt_while_it_starts_leaves_nothing_either(folder: Path, tiny_model: Path) -> None:
     with serving(folder, tiny_model) as (process, _):
-        eventually(lambda: any("ServeReplica" in " ".join(child.cmdline()) for child in below(process)), 120)
+        eventually(lambda: any("ServeReplica" in command_line(child) for child in below(process)), 120)
         started = below(process)
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)

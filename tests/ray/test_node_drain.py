@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray import serve
 from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -22,7 +21,7 @@ from cluster.group import HANDOVER_S
 from deploy.config import ClusterConfig
 from tests.ray import workload
 from tests.ray.second_node import SecondNode
-from tests.ray.stage import Stage, eventually
+from tests.ray.stage import PATIENCE_S, Stage, eventually
 from tests.ray.workload import Answer, Job
 
 pytestmark = pytest.mark.slow
@@ -158,7 +157,7 @@ def remove(stage: Stage) -> None:
 def taken(bundles: Sequence[Resources]) -> Iterator[None]:
     """While this lasts, somebody else has got these, each on a node of its own."""
     place = placement_group(list(bundles), strategy="STRICT_SPREAD")
-    ray.get(place.ready(), timeout=30)
+    assert place.wait(PATIENCE_S)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tests.ray.stage import Stage, eventually, processes, rank_processes
+from tests.ray.stage import Stage, command_line, eventually, processes, rank_processes
 
 Job = dict[str, Any]
 WARM_CHUNKS = 12
@@ -97,7 +97,7 @@ def answers(question: Callable[[], object]) -> object:
 def replicas(deployment: str) -> list[psutil.Process]:
     """Processes of a deployment's replicas."""
     name = f"ServeReplica:tidegate:{deployment}"
-    return [process for process in processes() if any(name in part for part in process.cmdline())]
+    return [process for process in processes() if name in command_line(process)]
 
 
 def _unique_piece(text: str) -> str:

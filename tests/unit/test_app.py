@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from deploy import app
 from deploy.config import ClusterConfig, ConfigError
 from deploy.room import Demand, lack
 from tests.ray.stage import free_port
+from workers.native.build import NativeUnavailable
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,3 +190,19 @@ def demand(groups: int, cpus: float, model: str = "m") -> Demand:
 def test_room_is_counted_over_all_models(demands: list[Demand], nodes: dict[str, dict[str, float]], lacks: str) -> None:
     found = lack(demands, nodes)
     assert found is None if lacks is None else found is not None and found.startswith(lacks)
+
+
+@pytest.mark.parametrize(("keys", "asked"), [({}, 1), ({"kernels": "torch"}, 0), ({"device": "cuda"}, 0)])
+def test_kernels_are_compiled_while_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], asked: int
+) -> None:
+    """A failure there is no failure of the launch: the ranks look again, and say what they found."""
+    compiled = threading.Event()
+
+    def refuse(*_: object) -> None:
+        compiled.set()
+        raise NativeUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(app, "built", refuse)
+    app._compile_ahead(ClusterConfig.model_validate(keys))
+    assert compiled.wait(5 if asked else 0.2) == bool(asked)

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from deploy import doctor, survey
 from deploy.__main__ import cli
 from deploy.cluster import RayLink, remember
+from deploy.config import ClusterConfig, Environment
 from deploy.doctor import Finding, Need, Verdict
 from deploy.inventory import YOUNG_S, Coordinator, Inventory, Orphan, Place, Rank, headless, orphans
 from tests.statuses import a_row, a_status
+from workers.native.build import NativeUnavailable
 
 OLD = YOUNG_S + 1
 OURS = ("ingress", "group")
@@ -161,6 +163,48 @@ def test_groups_that_are_not_up_are_named(rows: list[dict[str, Any]], verdicts: 
     found = doctor.check_groups(a_status(*rows))
     assert [finding.verdict for finding in found] == verdicts
     assert all(row["group"] in str(found) for row in rows if row["state"] != "up")
+
+
+@pytest.mark.parametrize(
+    ("names", "variant", "fault", "verdict", "says"),
+    [
+        (["auto"], "avx2", None, Verdict.OK, "native-avx2 for Some CPU"),
+        (["auto"], "plain", None, Verdict.OK, "oneDNN: Some CPU has neither"),
+        (["native-plain"], "avx2", None, Verdict.OK, "native-plain for Some CPU"),
+        (["torch", "onednn"], "avx2", None, Verdict.OK, "onednn, torch, as configured"),
+        (["auto", "torch"], "avx2", "no compiler", Verdict.WARN, "cannot be had: no compiler; oneDNN computes"),
+        (["auto", "native"], "avx2", "no compiler", Verdict.FAIL, "cannot be had: no compiler"),
+    ],
+)
+def test_what_would_compute_is_told_with_the_reason(
+    names: list[str], variant: str, fault: str | None, verdict: Verdict, says: str
+) -> None:
+    finding = doctor.check_kernels(names, "Some CPU", variant, fault)
+    assert finding.verdict is verdict and says in finding.text
+    assert bool(finding.todo) is (verdict is not Verdict.OK)
+
+
+def test_what_ranks_compute_with_is_told_once_per_kind() -> None:
+    slow = {"kernel": "onednn-fp32", "kernel_why": "no C++ compiler"}
+    rows = a_row("g0"), a_row("g1"), a_row("g2", ranks=[a_row()["ranks"][0] | slow])
+    first, second = doctor.check_computing(a_status(*rows))
+    assert first.text == "tidegate computes with native-avx2: the fastest for this CPU"
+    assert second.text == "tidegate computes with onednn-fp32: no C++ compiler"
+
+
+def test_doctor_compiles_the_kernels_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def refuse(folder: Path, *_: object) -> None:
+        asked.append(folder)
+        raise NativeUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(survey, "built", refuse)
+    environment = Environment(tmp_path)
+    finding = survey._kernels(ClusterConfig(), environment)
+    assert asked == [tmp_path / "native"] and "no C++ compiler" in finding.text
+    survey._kernels(ClusterConfig(kernels="torch"), environment)
+    assert len(asked) == 1
 
 
 ASKS = [

@@ -11,7 +11,7 @@ class Ahead {
     static constexpr int MOST = 4;
     static constexpr int LINE = 64;
 
-    // From now on fetch `count` tiles of `bytes` bytes.
+    // From now on fetch `count` tiles, at least one, of `bytes` bytes.
     void begin(const char* const* tiles, int count, std::size_t bytes) {
         for (int i = 0; i < count; ++i) tiles_[i] = tiles[count - 1 - i];
         left_ = count;

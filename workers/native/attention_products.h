@@ -9,14 +9,15 @@
 
 namespace tg {
 
-constexpr int WIDE = 4;
 constexpr int TILE_PAIRS = TILE_SLOTS / 2;
+static_assert(STEP_KEYS == Ahead::MOST * TILE_SLOTS && PARTITION_KEYS % STEP_KEYS == 0, "steps are whole tiles");
 
-// Lines to fetch ahead per turn of an inner loop: as many as it reads.
+// Lines to fetch ahead per turn of an inner loop: as many as one of full width reads.
 template <class Dot>
 constexpr int LINES = at_least(1, WIDE * LANES * Dot::PAIR / Ahead::LINE);
 
-// The keys [base, base + STEP_KEYS) of one head as they lie in the pool; only tiles with keys are given.
+// The keys [base, base + STEP_KEYS) of one head as they lie in the pool. Where there are fewer, the first tile stands in
+// for those that are not there.
 struct Step {
     const char* tiles[STEP_KEYS / TILE_SLOTS];
     const TileShape* shape;
@@ -27,6 +28,26 @@ struct Step {
         return tiles[pair / TILE_PAIRS] + shape->values + pair % TILE_PAIRS * pair_bytes;
     }
 };
+
+// One turn of both: to sums [Queries][Vectors] add the pairs at `at` times the factors at `factors`, `stride` elements
+// apart. Halves of pairs one after the other, so that as few operands as possible are in registers at a time.
+template <class Dot, int Queries, int Vectors>
+inline __attribute__((always_inline)) void add_pairs(typename Dot::Sum (&sums)[Queries][Vectors],
+                                                     const char* const (&at)[Vectors],
+                                                     const typename Dot::Query* factors, int stride) {
+#pragma GCC unroll 2
+    for (int half = 0; half < Dot::HALVES; ++half) {
+        decltype(Dot::operand(at[0], half)) operands[Vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) operands[v] = Dot::operand(at[v], half);
+#pragma GCC unroll 6
+        for (int i = 0; i < Queries; ++i) {
+            const auto factor = Dot::factor(factors + i * stride, half);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; ++v) sums[i][v] = Dot::step(sums[i][v], operands[v], factor);
+        }
+    }
+}
 
 // products [Queries][STEP_KEYS]: `Vectors` vectors of keys from `first` on; times the keys' scales.
 template <class Dot, int Queries, int Vectors>
@@ -39,16 +60,11 @@ inline void multiply_some_keys(const Step& step, const typename Dot::Query* quer
         keys[v] = step.tiles[slot / TILE_SLOTS] + slot % TILE_SLOTS * Dot::PAIR;
     }
     for (int pair = 0; pair < step.dim / 2; ++pair) {
-        if constexpr (Vectors == WIDE) ahead.step<LINES<Dot>>();
-        typename Dot::Operand operands[Vectors];
+        ahead.step<LINES<Dot>>();
+        const char* at[Vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) operands[v] = Dot::operand(keys[v] + pair * TILE_SLOTS * Dot::PAIR);
-#pragma GCC unroll 6
-        for (int i = 0; i < Queries; ++i) {
-            const typename Dot::Factor factor = Dot::factor(queries + i * step.dim + 2 * pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < Vectors; ++v) sums[i][v] = Dot::step(sums[i][v], operands[v], factor);
-        }
+        for (int v = 0; v < Vectors; ++v) at[v] = keys[v] + pair * TILE_SLOTS * Dot::PAIR;
+        add_pairs<Dot>(sums, at, queries + 2 * pair, step.dim);
     }
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
@@ -61,13 +77,13 @@ inline void multiply_some_keys(const Step& step, const typename Dot::Query* quer
     }
 }
 
-// The first `vectors` vectors of keys.
+// The first `vectors` vectors of keys, and perhaps one that follows them.
 template <class Dot, int Queries>
 inline void multiply_keys(const Step& step, const typename Dot::Query* queries, int vectors, Ahead& ahead,
                           float* products) {
     int v = 0;
     for (; v + WIDE <= vectors; v += WIDE) multiply_some_keys<Dot, Queries, WIDE>(step, queries, v, ahead, products);
-    for (; v < vectors; ++v) multiply_some_keys<Dot, Queries, 1>(step, queries, v, ahead, products);
+    for (; v < vectors; v += WIDE / 2) multiply_some_keys<Dot, Queries, WIDE / 2>(step, queries, v, ahead, products);
 }
 
 // The values of slots [from, to) of a step. A pair of which only one slot counts lies at `edges`, the other one
@@ -109,20 +125,14 @@ inline void multiply_some_values(const Values& values, const typename Dot::Query
             for (int v = 0; v < Vectors; ++v) found[i][v] = load<Floats>(out + i * step.dim + v * LANES) * fades[i];
     }
     for (int pair = values.from / 2; pair < (values.to + 1) / 2; ++pair) {
-        if constexpr (Vectors == WIDE) ahead.step<LINES<Dot>>();
+        ahead.step<LINES<Dot>>();
         const char* at = step.values(pair, pair_bytes);
         if (2 * pair < values.from) at = values.edges;
         if (2 * pair + 1 == values.to) at = values.edges + pair_bytes;
-        at += column * LANES * Dot::PAIR;
-        typename Dot::Operand operands[Vectors];
+        const char* vectors[Vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) operands[v] = Dot::operand(at + v * LANES * Dot::PAIR);
-#pragma GCC unroll 6
-        for (int i = 0; i < Queries; ++i) {
-            const typename Dot::Factor factor = Dot::factor(weights + i * STEP_KEYS + 2 * pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < Vectors; ++v) found[i][v] = Dot::step(found[i][v], operands[v], factor);
-        }
+        for (int v = 0; v < Vectors; ++v) vectors[v] = at + (column + v) * LANES * Dot::PAIR;
+        add_pairs<Dot>(found, vectors, weights + 2 * pair, STEP_KEYS);
     }
 #pragma GCC unroll 6
     for (int i = 0; i < Queries; ++i) {

@@ -6,13 +6,14 @@
 
 namespace tg {
 
-// Query vectors that one pass of the inner kernels takes at most: as many as leave their sums in registers.
+// What the inner kernels take at most in a pass: query vectors times vectors of lanes, whose sums stay in registers
+// beside the operands of one turn.
 #if defined(__AVX512F__)
-constexpr int PASS_QUERIES = 6;
+constexpr int PASS_QUERIES = 6, WIDE = 4;  // of 32 registers
 #elif defined(__AVX2__)
-constexpr int PASS_QUERIES = 3;
+constexpr int PASS_QUERIES = 6, WIDE = 2;  // of 16 registers
 #else
-constexpr int PASS_QUERIES = 2;
+constexpr int PASS_QUERIES = 4, WIDE = 2;
 #endif
 
 struct Scratch {

@@ -132,14 +132,13 @@ inline void soften_query(float* products, float factor, const Sight& sight, int 
     store(running.weight + query * LANES, sum);
 }
 
-// One step of the online softmax for `Queries` queries: products [Queries][STEP_KEYS], each `factors` too small a
-// score, to weights at `out`, likewise. `running` moves on; `fades`: by how much earlier sums shrink; `units` of
-// integer weights.
-template <class Dot, int Queries>
-inline void soften(float* products, const float* factors, const Sight& sight, const Running& running, float* fades,
-                   float* units, typename Dot::Query* out) {
+// One step of the online softmax for `count` queries: products [count][STEP_KEYS], each `factors` too small a score, to
+// weights at `out`, likewise. `running` moves on; `fades`: by how much earlier sums shrink; `units` of integer weights.
+template <class Dot>
+void soften(int count, float* products, const float* factors, const Sight& sight, const Running& running, float* fades,
+            float* units, typename Dot::Query* out) {
     const bool whole = sight.vectors == STEP_VECTORS && !sight.partial && sight.cap == 0.0f;
-    for (int i = 0; i < Queries; ++i) {
+    for (int i = 0; i < count; ++i) {
         float* const from = products + i * STEP_KEYS;
         typename Dot::Query* const to = out + i * STEP_KEYS;
         if (whole)

@@ -65,10 +65,15 @@ inline void add_partition(const Scratch& scratch, const Place& place, const floa
     }
 }
 
-// This partition's sums, in a partial's order or into the totals.
+// weight [count] from weight [count][LANES], in place.
+inline void sum_lanes(const Scratch& scratch, int count) {
+    for (int i = 0; i < count; ++i) scratch.weight[i] = total(load<Floats>(scratch.weight + i * LANES));
+}
+
+// This partition's sums, to their place among the partial ones or into the totals.
 inline void end_partition(const Scratch& scratch, const Place& place) {
     const int count = place.unit.count, size = count * place.work->head_dim;
-    for (int i = 0; i < count; ++i) scratch.weight[i] = total(load<Floats>(scratch.weight + i * LANES));
+    sum_lanes(scratch, count);
     if (place.unit.part < 0) return add_partition(scratch, place, scratch.sums, scratch.weight, scratch.top);
     float* const to = place.partial(place.unit.part);
     std::memcpy(to, scratch.sums, size * sizeof(float));
@@ -76,14 +81,13 @@ inline void end_partition(const Scratch& scratch, const Place& place) {
     std::memcpy(to + size + count, scratch.top, count * sizeof(float));
 }
 
-// The weighted means in bf16, to their queries' places in `out` [tokens][q_heads * dim].
-inline void give_totals(const Scratch& scratch, const Place& place, std::uint16_t* out) {
+// Sums over weights in bf16, to their queries' places in `out` [tokens][q_heads * dim].
+inline void give_means(const float* sums, const float* weight, const Place& place, std::uint16_t* out) {
     const int dim = place.work->head_dim;
     for (int i = 0; i < place.unit.count; ++i) {
         std::uint16_t* const to = out + place.offset(i, static_cast<std::int64_t>(place.work->q_heads) * dim);
-        const Floats inverse = splat(1.0f / scratch.total_weight[i]);
-        for (int d = 0; d < dim; d += LANES)
-            store(to + d, to_bf16(load<Floats>(scratch.total + i * dim + d) * inverse));
+        const float inverse = 1.0f / weight[i];
+        for (int d = 0; d < dim; d += LANES) store(to + d, to_bf16(load<Floats>(sums + i * dim + d) * inverse));
     }
 }
 
@@ -95,7 +99,7 @@ inline void merge_parts(const Scratch& scratch, const Place& place, std::uint16_
         const float* const from = place.partial(part);
         add_partition(scratch, place, from, from + size, from + size + count);
     }
-    give_totals(scratch, place, out);
+    give_means(scratch.total, scratch.total_weight, place, out);
 }
 
 }  // namespace tg

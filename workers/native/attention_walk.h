@@ -30,12 +30,17 @@ class Walk {
             attend(place, unit.part, at_most((unit.part + 1) * PARTITION_KEYS, last), next);
             return end_partition(scratch_, place);
         }
+        if (unit.parts == 1) {
+            attend(place, unit.first_part, last, next);
+            sum_lanes(scratch_, unit.count);
+            return give_means(scratch_.sums, scratch_.weight, place, out);  // 0 + x is x, to the bit
+        }
         begin_totals(scratch_, place);
         for (int part = unit.first_part; part < unit.first_part + unit.parts; ++part) {
             attend(place, part, last, next);
             end_partition(scratch_, place);
         }
-        give_totals(scratch_, place, out);
+        give_means(scratch_.total, scratch_.total_weight, place, out);
     }
 
   private:
@@ -67,14 +72,15 @@ class Walk {
         }
     }
 
-    // The tiles of the keys [base, base + keys) of the unit's head.
+    // The tiles of the keys [base, base + keys) of the unit's head, and the first one in place of those behind them.
     void find_tiles(const Place& place, int base, int keys, const char** tiles) const {
         const int per_block = work_.block_size / TILE_SLOTS, index = base / TILE_SLOTS;
         const char* const head = page_ + static_cast<std::size_t>(place.unit.head) * per_block * shape_.bytes;
         const std::int32_t* block = work_.tables + place.row.table + index / per_block;
         int within = index % per_block;
-        for (int i = 0; i * TILE_SLOTS < keys; ++i) {
-            tiles[i] = head + *block * work_.page_bytes + within * shape_.bytes;
+        const char* const first = head + *block * work_.page_bytes + within * shape_.bytes;
+        for (int i = 0; i < STEP_KEYS / TILE_SLOTS; ++i) {
+            tiles[i] = i * TILE_SLOTS < keys ? head + *block * work_.page_bytes + within * shape_.bytes : first;
             if (++within < per_block) continue;
             within = 0;
             ++block;
@@ -86,9 +92,8 @@ class Walk {
         if (base + STEP_KEYS < last) return fetch(place, base + STEP_KEYS, last);
         if (!next) return;
         const Place after(work_, *next);
-        const int seen = after.first_seen(after.position(0)) / STEP_KEYS * STEP_KEYS;
-        // The last query sees every partition of its unit; the first ones may see nothing of the last.
-        fetch(after, at_least(next->part * PARTITION_KEYS, seen), after.position(next->count - 1) + 1);
+        const int first = after.first_seen(after.position(0)) / STEP_KEYS * STEP_KEYS;
+        fetch(after, at_least(next->part * PARTITION_KEYS, first), after.position(next->count - 1) + 1);
     }
 
     void fetch(const Place& place, int base, int end) {
@@ -133,7 +138,7 @@ class Walk {
         const Query* const queries = reinterpret_cast<const Query*>(scratch_.queries) + first * dim_;
         Query* const weights = reinterpret_cast<Query*>(scratch_.shares);
         multiply_keys<Dot, Queries>(step, queries, vectors, ahead_, scratch_.scores);
-        soften<Dot, Queries>(scratch_.scores, scratch_.factor + first, sight, running, fades, units, weights);
+        soften<Dot>(Queries, scratch_.scores, scratch_.factor + first, sight, running, fades, units, weights);
         const Values values{&step, begin, end, blank_edges<Dot>(step, begin, end, scratch_.edges)};
         multiply_values<Dot, Queries>(values, weights, fades, units, ahead_, scratch_.sums + first * dim_);
     }

@@ -16,16 +16,16 @@ constexpr Kernel kernel() {
 }
 
 // [rows - 1][panels - 1]; empty where the registers do not hold it.
-constexpr Kernel KERNELS[6][MOST_PANELS] = {
+constexpr Kernel KERNELS[5][MOST_PANELS] = {
     {kernel<1, 1>(), kernel<1, 2>(), kernel<1, 3>()}, {kernel<2, 1>(), kernel<2, 2>(), kernel<2, 3>()},
     {kernel<3, 1>(), kernel<3, 2>(), kernel<3, 3>()}, {kernel<4, 1>(), kernel<4, 2>(), kernel<4, 3>()},
-    {kernel<5, 1>(), kernel<5, 2>(), kernel<5, 3>()}, {kernel<6, 1>(), kernel<6, 2>(), kernel<6, 3>()},
+    {kernel<5, 1>(), kernel<5, 2>(), kernel<5, 3>()},
 };
 
 struct Int8 {
     using Rows = QuantRows;
     // With more rows the change from one group to the next takes longer than the smaller tile's loads.
-    static constexpr int ROWS = TILE_ROWS < 6 ? TILE_ROWS : 6;
+    static constexpr int ROWS = TILE_ROWS < 5 ? TILE_ROWS : 5;
 
     static std::int64_t tile_bytes(const TgLinear& part) {
         return quant_groups(part.inputs) * GROUP * part.width * PANEL;

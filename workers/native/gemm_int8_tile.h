@@ -2,8 +2,8 @@
 // no rows beyond its own.
 //
 // A step is four values of k. With avx512_vnni the whole-number sums of a group of 32 stay in registers; after the group
-// they are scaled and added to the fp32 sums, for which there is room in the first-level cache only: 24 additions after
-// 192 products. Without it the products are fp32, and exact. The fp32 sums run over the groups in order, the same in
+// they are scaled and added to the fp32 sums, which the compiler keeps in what registers are left and on the stack: one
+// addition after eight products, 0.89 of the peak at best. Without it the products are fp32, and exact. The fp32 sums run over the groups in order, the same in
 // every tile.
 #pragma once
 
@@ -72,11 +72,13 @@ inline __attribute__((always_inline)) void int8_steps(Floats (&sum)[R][V], const
 // `width`.
 template <int R, int W>
 void int8_tile(const QuantGroup* x, std::ptrdiff_t stride, const char* weights, int width, std::int64_t groups,
-               float* __restrict sums, Ahead& fetch) {
+               float* sums, Ahead& fetch) {
     constexpr int V = W * PARTS;
     const std::ptrdiff_t step_bytes = width * PANEL * 4, row_bytes = stride * sizeof(QuantGroup);
     Ahead ahead = fetch;  // in registers
-    for (int i = 0; i < R * V; i++) store(sums + i * LANES, Floats{});
+    Floats all[R][V];
+#pragma GCC unroll 24
+    for (int i = 0; i < R * V; i++) all[i / V][i % V] = Floats{};
 
     for (std::int64_t group = 0; group < groups; group++, x++, weights += 8 * step_bytes) {
 #if defined(__AVX512VNNI__)
@@ -93,11 +95,11 @@ void int8_tile(const QuantGroup* x, std::ptrdiff_t stride, const char* weights, 
         ahead.step();
         int8_steps<R, V>(sum, x->numbers + GROUP / 2, row_bytes, weights + 4 * step_bytes, step_bytes);
 #pragma GCC unroll 24
-        for (int i = 0; i < R * V; i++) {
-            float* const to = sums + i * LANES;
-            store(to, load(to) + __builtin_convertvector(sum[i / V][i % V], Floats) * x[i / V * stride].scale);
-        }
+        for (int i = 0; i < R * V; i++)
+            all[i / V][i % V] += __builtin_convertvector(sum[i / V][i % V], Floats) * x[i / V * stride].scale;
     }
+#pragma GCC unroll 24
+    for (int i = 0; i < R * V; i++) store(sums + i * LANES, all[i / V][i % V]);
     fetch = ahead;
 }
 

@@ -20,9 +20,14 @@ from workers.native.packing import PackedWeights
 from workers.native.sampling import NativeSampler
 from workers.native.workspace import Workspace
 
+LOGITS = "logits"
+"""The slot of logits. Their linear keeps bf16: it has a fifth of a small model's weights and a third of what int8 costs
+in quality (KL to fp32 0.009 with it, 0.006 without, SmolLM2-135M)."""
+
 
 class NativeKernels:
-    """Over `library`, for one rank: its outputs lie in buffers of its own."""
+    """Over `library`, for one rank: its outputs lie in buffers of its own. `weight_precision` "int8": every linear but
+    that of the logits has int8 weights and multiplies activations as int8 too."""
 
     dtype = torch.bfloat16
     stream = torch.float32
@@ -68,15 +73,8 @@ class NativeKernels:
         return NativeSampler(self._library)
 
     def _packed(
-        self,
-        weights: tuple[Tensor, ...],
-        biases: tuple[Tensor | None, ...],
-        finish: Finish,
-        slot: str,
-        *,
-        int8: bool | None = None,
+        self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], finish: Finish, slot: str
     ) -> NativeLinear:
-        packed = PackedWeights.of(
-            self._library, self._arena, weights, biases, int8=self._int8 if int8 is None else int8
-        )
+        int8 = self._int8 and slot != LOGITS
+        packed = PackedWeights.of(self._library, self._arena, weights, biases, int8=int8)
         return NativeLinear(self._library, self._workspace, packed, finish, slot)

@@ -19,6 +19,7 @@ constexpr int TILE_ROWS = 6, REGISTERS = 16;
 constexpr int TILE_ROWS = 2, REGISTERS = 16;
 #endif
 constexpr int PARTS = PANEL / LANES;  // vectors of a panel
+constexpr std::int64_t LARGE = 1 << 20;  // bytes of a result that the second-level cache does not hold beside weights
 
 // Whether the sums of R rows and W panels, a step's weights and two more vectors fit the registers; one panel always
 // goes.
@@ -41,9 +42,10 @@ template <class Kernel, class Cells>
 void compute_tile(const Kernel (*kernels)[MOST_PANELS], const Cells* x, std::ptrdiff_t stride, int rows,
                   const char* weights, int width, std::int64_t depth, float* sums, Ahead& ahead) {
     if (const Kernel whole = kernels[rows - 1][width - 1]) return whole(x, stride, weights, width, depth, sums, ahead);
+    Ahead nothing{weights, 0};
     for (int panel = 0; panel < width; panel++) {
         float own[TILE_ROWS * PANEL];
-        kernels[rows - 1][0](x, stride, weights + panel * PANEL * 4, width, depth, own, ahead);
+        kernels[rows - 1][0](x, stride, weights + panel * PANEL * 4, width, depth, own, panel ? nothing : ahead);
         for (int row = 0; row < rows; row++)
             std::memcpy(sums + (row * width + panel) * PANEL, own + row * PANEL, PANEL * sizeof(float));
     }
@@ -72,6 +74,7 @@ void multiply(const TgProduct& call, const typename Format::Rows& x, int rank, i
     const RowTiles tiles(call.rows, Format::ROWS);
     char* const out = static_cast<char*>(call.out);
     const std::ptrdiff_t out_bytes = call.out_stride * (part.finish == WIDE || part.finish == ADD ? 4 : 2);
+    const std::int32_t finish = part.finish == WIDE && call.rows * out_bytes > LARGE ? FAR : part.finish;
     // Few units for many threads: rows are split as well, into blocks of at least four row tiles.
     std::int64_t blocks = 1;
     while (units * blocks < 3 * size && tiles.count >= 8 * blocks) blocks *= 2;
@@ -95,9 +98,10 @@ void multiply(const TgProduct& call, const typename Format::Rows& x, int rank, i
                 Format::tile(x, tiles.first(tile), count, weights + index * tile_bytes, part, sum, ahead);
             }
             char* target = out + tiles.first(tile) * out_bytes;
-            finish_tile(part, sums, count, shift, scale, unit * columns, target, out_bytes);
+            finish_tile(finish, part, sums, count, shift, scale, unit * columns, target, out_bytes);
         }
     }
+    if (finish == FAR) settle();
 }
 
 }  // namespace tg
