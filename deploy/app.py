@@ -81,7 +81,8 @@ def run(
     check(config, folders)
     _compile_ahead(config)
     on_progress("starting Ray")
-    link = connect_ray(address) if address else start_ray(run_dir() / "token")
+    haproxy = config.proxy == "auto"
+    link = connect_ray(address) if address else start_ray(run_dir() / "token", haproxy=haproxy)
     service = Service(link, config.service_name, run_dir())
     try:
         service.start(make_plan(config, *folders), on_progress)

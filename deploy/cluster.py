@@ -19,11 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.haproxy import WITHOUT, fits, prepare_haproxy
+
 OBJECT_STORE = 100 * 2**20
 """Bytes of Ray's object store: only small values travel here."""
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _RAY_PART = "r"
 """Ray opens its own folder to everybody; so it lies inside one that nobody else may enter."""
+_HAPROXY_PART = "h"
 _OWNER = "pid"
 _SOCKET_PATH = 105
 """Longest path a Unix socket may have, less a little; Ray's own part below its folder takes 65."""
@@ -71,15 +74,17 @@ class Note:
         return _lives(self.pid)
 
 
-def start_ray(token: Path, *, cpus: int | None = None) -> RayLink:
+def start_ray(token: Path, *, cpus: int | None = None, haproxy: bool = True) -> RayLink:
     """Start Ray on loopback in a new folder under the system's temporary one, and connect to it (3-6 s).
 
     `token` is the file with the token of this user's Rays; it is made if need be. `cpus` None: what this process may
-    use. Raises RuntimeError when Ray came up with another address than loopback.
+    use. `haproxy`: Serve on it puts HAProxy before its ingress, where that runs. Raises RuntimeError when Ray came up
+    with another address than loopback.
     """
     home = _short_folder()
     make_token(token)
-    os.environ.update(FAST | {_TOKEN_PATH: str(token)})
+    proxied = prepare_haproxy(home / _HAPROXY_PART) if haproxy else WITHOUT
+    os.environ.update(FAST | proxied | {_TOKEN_PATH: str(token)})
     _stay_on_loopback()
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -174,8 +179,10 @@ def _short_folder() -> Path:
 
 def _parent() -> Path:
     """Where the folders of our Rays lie: the system's temporary folder, unless its path is too long for sockets."""
-    system = tempfile.gettempdir()
-    return Path(system if len(system) + len("/tidegate-12345678/r") + _SOCKET_PART < _SOCKET_PATH else "/tmp")
+    system = Path(tempfile.gettempdir())
+    home = system / "tidegate-12345678"
+    ray_fits = len(str(home / _RAY_PART)) + _SOCKET_PART < _SOCKET_PATH
+    return system if ray_fits and fits(home / _HAPROXY_PART) else Path("/tmp")
 
 
 def sweep(parent: Path) -> None:

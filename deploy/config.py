@@ -70,9 +70,11 @@ class ClusterConfig(ModelSection):
     allow_remote: Switch = False
     host: Text = "127.0.0.1"
     port: Annotated[StrictInt, Field(ge=1, le=65_535)] = 8000
+    proxy: Literal["auto", "serve"] = "auto"
     body_limit: Size = 8 * 2**20
     request_timeout_s: Seconds = 600.0
     stream_comment_s: Seconds = 10.0
+    stream_pace_s: Annotated[float, Field(ge=0, le=1)] = 0.02
     drain_s: Seconds = 30.0
     step_timeout_s: Seconds = 60.0
     flight_dir: Text | None = None

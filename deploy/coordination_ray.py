@@ -193,7 +193,7 @@ def show(
 ) -> None:
     """Start a Ray of its own on this machine, measure, print: a table, unless only JSON is wanted, and a JSON line."""
     with tempfile.TemporaryDirectory() as folder:
-        link = start_ray(Path(folder) / "token")
+        link = start_ray(Path(folder) / "token", haproxy=False)
         try:
             figures = measure(seconds=seconds, rounds=rounds, groups=groups, batches=batches)
         finally:

@@ -96,9 +96,10 @@ class Service:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._follow(coordinator, plan, say)
         say("opening the HTTP port")
-        self._await_health(plan)
         self.url = f"http://{_bracketed(plan.host)}:{plan.port}"
+        # Before the first answer: whoever gets one finds the note.
         self._note = remember(self._link, self._run_dir, self._name, self.url)
+        self._await_health(plan)
 
     def close(self) -> None:
         """Let running answers end, then leave nothing behind: no application, no actor, no placement group, and no

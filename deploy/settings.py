@@ -51,6 +51,7 @@ def group_settings(
         session_ttl_s=config.session_ttl_s,
         overlap=section.overlap,
         threads=section.threads or (1 if on_gpu else max(1, cores // config.ranks)),
+        stream_pace_s=config.stream_pace_s,
         step_timeout_s=config.step_timeout_s,
         flight_dir=_absolute(config.flight_dir),
     )

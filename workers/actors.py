@@ -16,9 +16,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import ray
 
@@ -27,6 +25,7 @@ from workers.errors import EngineRefused
 from workers.outbox import Message, Outbox
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import Rank, RankFacts
+from workers.reader import Reader
 from workers.sequence import Request, Sampling
 from workers.settings import GroupSettings
 from workers.stacks import RankState
@@ -45,14 +44,6 @@ class Refused:
     message: str
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Who reads an ingress's outbox now; a newer reader retires an older one."""
-
-    ready: asyncio.Event
-    retired: bool = False
-
-
 @ray.remote(concurrency_groups={"work": 1, "calls": 64, "events": 1024, "watch": 4})
 class RankActor:
     """Rank `rank` of `settings.tensor_parallel_size`. Calls in order: open_store (rank 0 of several), load, build, then
@@ -65,7 +56,7 @@ class RankActor:
         self._parts = Rank(rank, settings)
         self._engine: Engine | None = None
         self._entered = asyncio.Event()
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[str, Reader] = {}
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -107,19 +98,17 @@ class RankActor:
         """Generate a real token and give the seconds that took: only then is a group ready."""
         began = time.monotonic()
         engine = self._running()
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        outbox = engine.subscribe(WARM_UP, partial(_wake, loop, ready), began)
+        reader = Reader(asyncio.get_running_loop(), 0.0)
+        reader.attach(engine.subscribe(WARM_UP, reader.wake, began))
         request = Request("warm-up", (0,), Sampling(max_tokens=2), secrets.token_bytes(32))
         engine.submit(WARM_UP, request)
         finished = False
         while not finished:
-            if outbox.closed:
+            message = await reader.next()
+            if message is None:
                 raise GroupDead("the first step failed") from engine.dead
-            await ready.wait()
-            ready.clear()
             engine.renew(WARM_UP, time.monotonic())
-            message = outbox.read()
-            finished = message is not None and any(event.finish for event in message.events)
+            finished = any(event.finish for event in message.events)
         engine.unsubscribe(WARM_UP)
         return time.monotonic() - began
 
@@ -138,22 +127,16 @@ class RankActor:
         reader takes over."""
         await self._entered.wait()
         engine = self._running()
-        loop, reader = asyncio.get_running_loop(), _Reader(asyncio.Event())
+        reader = Reader(asyncio.get_running_loop(), self._settings.stream_pace_s)
         try:
-            outbox = self._open_outbox(engine, ingress, acked, partial(_wake, loop, reader.ready))
+            reader.attach(self._open_outbox(engine, ingress, acked, reader.wake))
         except EngineRefused as refusal:
             yield Refused("", 0, refusal.code, refusal.message)
             return
         self._take_over(ingress, reader)
         yield Message(0, engine.epoch, ())
-        while not reader.retired:
-            closed = outbox.closed
-            while not reader.retired and (message := outbox.read()) is not None:
-                yield message
-            if closed:
-                return
-            await reader.ready.wait()
-            reader.ready.clear()
+        while (message := await reader.next()) is not None:
+            yield message
 
     @ray.method(concurrency_group="calls")
     async def submit(self, ingress: str, requests: Sequence[Request]) -> tuple[Refused | None, ...]:
@@ -236,17 +219,10 @@ class RankActor:
             return engine.subscribe(ingress, wake, now)
         return engine.resubscribe(ingress, acked, wake, now)
 
-    def _take_over(self, ingress: str, reader: _Reader) -> None:
+    def _take_over(self, ingress: str, reader: Reader) -> None:
         old, self._readers[ingress] = self._readers.get(ingress), reader
         if old:
-            old.retired = True
-            old.ready.set()
-
-
-def _wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
-    """From the step thread. A loop that is closed has no reader left."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(ready.set)
+            old.retire()
 
 
 def _submit(engine: Engine, ingress: str, request: Request) -> Refused | None:

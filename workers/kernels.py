@@ -82,6 +82,12 @@ class Kernels(Protocol):
         """The backend over `pool`."""
         ...
 
+    def replay(self, owner: object, parts: tuple[object, ...], work: Callable[[], Tensor]) -> Tensor:
+        """What `work` gives. It calls nothing but parts of these kernels and of `owner`, an attention backend of
+        theirs, on `parts` and what comes of them; so it may be recorded and, for the very same owner and parts,
+        replayed without being called."""
+        ...
+
     def sampler(self) -> Sampler:
         """What draws tokens."""
         ...

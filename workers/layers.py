@@ -4,6 +4,7 @@ model and no batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,10 @@ class TorchKernels:
     def attention(self, pool: KVPool) -> AttentionBackend:
         """See Kernels.attention."""
         return ReferenceAttention(pool)
+
+    def replay(self, owner: object, parts: tuple[object, ...], work: Callable[[], Tensor]) -> Tensor:
+        """See Kernels.replay."""
+        return work()
 
     def sampler(self) -> Sampler:
         """See Kernels.sampler."""

@@ -38,10 +38,12 @@ class _Backlog:
 
 
 class Outbox:
-    """One reader. `wake` is called, from the writing thread, whenever there is something to read or the box closes."""
+    """One reader. `wake` is called, from the writing thread, whenever there is something to read or the box closes.
+    `pressing`: there is a request's first token or its end among it."""
 
     def __init__(self, epoch: int, wake: Callable[[], None]) -> None:
         self.closed = False
+        self.pressing = False
         self.epoch = epoch
         self._wake = wake
         self._lock = threading.Lock()
@@ -70,11 +72,13 @@ class Outbox:
                 backlog.tokens.extend(event.tokens)
                 backlog.finish, backlog.error, backlog.cached = event.finish, event.error, event.cached
                 self._unread[key] = None
+                self.pressing = self.pressing or not event.index or event.finish is not None
         self._wake()
 
     def read(self) -> Message | None:
         """Everything unread as one message, or None."""
         with self._lock:
+            self.pressing = False
             if not self._unread:
                 return None
             self._number += 1
@@ -101,6 +105,7 @@ class Outbox:
                 backlog.read = 0
                 if backlog.tokens or backlog.finish:
                     self._unread[key] = None
+                    self.pressing = True
         wake()
 
     def close(self) -> None:

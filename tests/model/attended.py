@@ -14,6 +14,7 @@ from workers.batch import Batch, Span
 from workers.kvpool import KVPool
 from workers.models.rope import Rope
 from workers.native.attention import NativeAttention
+from workers.native.calls import Calls
 from workers.native.library import Library
 from workers.native.workspace import Workspace
 from workers.rotation import Rotation
@@ -58,7 +59,7 @@ class Attended:
         if library:
             self.pool.pages[0].fill_(255)
             self.backend: NativeAttention | ReferenceAttention = NativeAttention(
-                library, self.pool, Workspace(), **options
+                Calls(library, Workspace()), self.pool, **options
             )
         else:
             self.backend = ReferenceAttention(self.pool)

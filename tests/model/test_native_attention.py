@@ -15,6 +15,7 @@ from workers.kvpool import KVPool
 from workers.models.rope import Rope
 from workers.models.spec import Unsupported
 from workers.native.attention import NativeAttention
+from workers.native.calls import Calls
 from workers.native.library import Library, load_library
 from workers.native.processor import Processor
 from workers.native.workspace import Workspace
@@ -247,7 +248,9 @@ def test_a_nan_in_one_row_stays_in_it(library: Library) -> None:
 
 
 def backend(library: Library, block_size: int = 16, dim: int = 32, precision: Precision = Precision.BF16) -> object:
-    return NativeAttention(library, KVPool(KVLayout(block_size, (LayerKV(1, dim, precision),)), 4, CPU), Workspace())
+    return NativeAttention(
+        Calls(library, Workspace()), KVPool(KVLayout(block_size, (LayerKV(1, dim, precision),)), 4, CPU)
+    )
 
 
 def test_pools_that_it_cannot_read_are_refused(fastest: Library) -> None:

@@ -31,6 +31,7 @@ SHELLS = {
     "workers.models.llama",
     "workers.native.arena",
     "workers.native.attention",
+    "workers.native.calls",
     "workers.native.kernels",
     "workers.native.library",
     "workers.native.linear",

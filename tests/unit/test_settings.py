@@ -66,7 +66,7 @@ PER_MODEL = {
     "tensor_parallel_size": 3,
     "threads": 4,
 }
-PER_SERVICE = {"session_ttl_s": 1.5, "step_timeout_s": 7.0, "flight_dir": "/flights"}
+PER_SERVICE = {"session_ttl_s": 1.5, "stream_pace_s": 0.5, "step_timeout_s": 7.0, "flight_dir": "/flights"}
 
 
 @pytest.mark.parametrize("several", [False, True])

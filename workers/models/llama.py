@@ -59,7 +59,9 @@ class LlamaModel:
         self.widths = tuple(stop - start for start, stop in split_evenly(spec.vocab_size, comm.world))
         loader = _Loader(spec, checkpoint, comm, kernels, DTYPES[dtype], device)
         self._vocabulary = loader.vocabulary
-        self._streams = _Streams(spec.hidden_size, kernels.stream, device)
+        self._replay = kernels.replay
+        self._streams = _Room((spec.hidden_size,), kernels.stream, device)
+        self._turns = _Room((1, spec.head_dim // 2), torch.complex64, device)
         self._rotation = Rotation(spec.rope, spec.head_dim, device)
         self._embedding = loader.embedding()
         self._layers = [loader.layer(index, self.shard) for index in range(spec.layers)]
@@ -68,9 +70,15 @@ class LlamaModel:
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states [T, hidden] after the last layer, before the final norm."""
-        turns = self._rotation.at(batch.positions)
+        turns = self._turns.of(len(batch.positions)).copy_(self._rotation.at(batch.positions))
         step = attention.prepare(batch)
         hidden = self._embed(batch.tokens)
+        if self._comm.world > 1:  # what ranks exchange is no kernel's
+            return self._through(hidden, turns, attention, step)
+        return self._replay(attention, (hidden, turns), lambda: self._through(hidden, turns, attention, step))
+
+    def _through(self, hidden: Tensor, turns: Tensor, attention: AttentionBackend, step: object) -> Tensor:
+        """All layers."""
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(layer.attention_norm(hidden))
             if layer.qk_norm is not None:
@@ -93,17 +101,17 @@ class LlamaModel:
         return stream.copy_(self._comm.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)))
 
 
-class _Streams:
-    """Memory of the residual stream. It is the same tensor in every step of one size: kernels keep calls prepared."""
+class _Room:
+    """Memory for a value per token. It is the same tensor in every step of one size: kernels keep calls prepared."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._room = torch.empty(0, width, dtype=dtype, device=device)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._room = torch.empty(0, *shape, dtype=dtype, device=device)
         self._views: dict[int, Tensor] = {}
 
     def of(self, rows: int) -> Tensor:
-        """[rows, width], holding anything."""
+        """[rows, …], holding anything."""
         if rows > len(self._room):
-            self._room = self._room.new_empty(rows, self._room.shape[1])
+            self._room = self._room.new_empty(rows, *self._room.shape[1:])
             self._views.clear()
         view = self._views.get(rows)
         if view is None:

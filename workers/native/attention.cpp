@@ -58,10 +58,10 @@ void attend(const Layer& layer, int rank) {
 
 extern "C" {
 
-// `page`: the layer's part of the pool; `heads`, used up, `turns` and `out` as in Layer.
-int tg_attention(const tg_attention* work, char* page, std::uint16_t* heads, std::int64_t stride, const float* turns,
-                 std::uint16_t* out) {
-    const Layer layer{work, page, heads, stride, turns, out};
+// A Layer.
+int tg_attention(const void* arguments) {
+    const Layer& layer = *static_cast<const Layer*>(arguments);
+    const auto* const work = layer.work;
     for (std::int64_t i = 0; i < work->unit_count; ++i)
         if (work->units[i].part >= 0) work->pending[work->units[i].merge] = work->units[i].parts;
     work->pending[work->merge_count] = 0;

@@ -18,8 +18,7 @@ from torch import Tensor
 from workers.batch import Batch
 from workers.kvpool import KVPool
 from workers.models.spec import Unsupported
-from workers.native.library import Library
-from workers.native.workspace import Workspace
+from workers.native.calls import Call, Calls
 
 _FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.int8: 2}
 _TILE = 16
@@ -47,6 +46,19 @@ class _Work(ctypes.Structure):
     )
 
 
+class _Layer(ctypes.Structure):
+    """Layer of workers/native/attention_layer.h, field by field."""
+
+    _fields_ = (
+        ("work", ctypes.c_void_p),
+        ("page", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("turns", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
 class NativeAttention:
     """The backend over `pool` for bf16 heads of pool.head_dim; softmax scale 1 / sqrt(head_dim).
 
@@ -59,19 +71,16 @@ class NativeAttention:
 
     def __init__(
         self,
-        library: Library,
+        calls: Calls,
         pool: KVPool,
-        workspace: Workspace,
         *,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> None:
         _check_pool(pool)
         self._pool = pool
-        self._workspace = workspace
-        self._plan = library.function("tg_attention_plan", ctypes.c_void_p)
-        pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-        self._attend = library.function("tg_attention", *pointers)
+        self._calls = calls
+        self._plan = calls.library.function("tg_attention_plan", ctypes.c_void_p)
         self._pages = [page.data_ptr() for page in pool.pages]
         self._work = _Work(
             kv_heads=pool.heads,
@@ -85,10 +94,12 @@ class NativeAttention:
             page_bytes=pool.pages[0].shape[1],
         )
         self._address = ctypes.addressof(self._work)
+        self._layer = _Layer(work=self._address)
+        self._attend = Call(calls, "tg_attention", self._layer)
         self._rows = array("i")
         self._tables = np.empty(0, np.int32)
         self._room: list[Tensor] = []
-        self._slack = 1 if library.debug else 2  # exact where bounds are checked
+        self._slack = 1 if calls.library.debug else 2  # exact where bounds are checked
         self._width = 0
         self._columns = 0
 
@@ -124,8 +135,11 @@ class NativeAttention:
             if not fits or turns.dtype != torch.complex64 or not turns.is_contiguous():
                 raise ValueError(f"turns must be complex64 and contiguous for {tokens} tokens, got {_described(turns)}")
             place = turns.data_ptr()
-        out = self._workspace.take("attended", tokens, self._columns, torch.bfloat16)
-        self._attend(self._address, self._pages[layer], heads.data_ptr(), heads.stride(0), place, out.data_ptr())
+        out = self._calls.workspace.take("attended", tokens, self._columns, torch.bfloat16)
+        call = self._layer
+        call.page, call.heads, call.stride = self._pages[layer], heads.data_ptr(), heads.stride(0)
+        call.turns, call.out = place, out.data_ptr()
+        self._attend()
         return out
 
     def _shape(self, heads: Tensor) -> None:

@@ -6,6 +6,7 @@
 
 namespace tg {
 
+// Python's part of it mirrors this field by field.
 struct Layer {
     const tg_attention* work;
     char* page;            // of the pool

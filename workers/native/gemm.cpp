@@ -68,10 +68,14 @@ int tg_linear_scratch(std::int64_t inputs) {
 #endif
 }
 
-int tg_linear(const TgProduct* call) {
+int tg_linear(const void* arguments) {
+    const auto* const call = static_cast<const TgProduct*>(arguments);
     if (!is_sound(*call)) return 1;
+    const Cut cut(*call, Bf16::ROWS, threads());
+    Shares shares(cut.jobs(), threads());
     in_team(false, [&](int rank, int size) {
 #if defined(__AVX512BF16__)
+        (void)size;
         const Bf16::Rows cells{call->x, call->x_stride};
 #else
         const std::int64_t inputs = call->part->inputs, end = share_begin(call->rows, rank + 1, size);
@@ -81,7 +85,7 @@ int tg_linear(const TgProduct* call) {
         meet(size);
         const Bf16::Rows cells{wide, inputs};
 #endif
-        multiply<Bf16>(*call, cells, rank, size);
+        multiply<Bf16>(*call, cells, cut, shares, rank);
     });
     return 0;
 }

@@ -53,16 +53,19 @@ int tg_linear_int8_scratch(std::int64_t inputs) {
     return static_cast<int>(quant_groups(inputs) * static_cast<std::int64_t>(sizeof(QuantGroup)));
 }
 
-int tg_linear_int8(const TgProduct* call) {
+int tg_linear_int8(const void* arguments) {
+    const auto* const call = static_cast<const TgProduct*>(arguments);
     if (!is_sound(*call) || !call->part->scale) return 1;
     const std::int64_t inputs = call->part->inputs, groups = quant_groups(inputs);
     auto* const quantized = static_cast<QuantGroup*>(call->scratch);
+    const Cut cut(*call, Int8::ROWS, threads());
+    Shares shares(cut.jobs(), threads());
     in_team(false, [&](int rank, int size) {
         const std::int64_t end = share_begin(call->rows, rank + 1, size);
         for (std::int64_t row = share_begin(call->rows, rank, size); row < end; row++)
             quantize_row(call->x + row * call->x_stride, inputs, quantized + row * groups);
         meet(size);
-        multiply<Int8>(*call, {quantized, groups}, rank, size);
+        multiply<Int8>(*call, {quantized, groups}, cut, shares, rank);
     });
     return 0;
 }

@@ -13,6 +13,7 @@ from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
 from workers.native.arena import Arena
 from workers.native.attention import NativeAttention
+from workers.native.calls import Calls
 from workers.native.library import Library
 from workers.native.linear import Finish, NativeLinear
 from workers.native.norm import NativeHeadNorm, NativeNorm
@@ -39,7 +40,8 @@ class NativeKernels:
         self._int8 = weight_precision == "int8"
         self.name = f"native-{library.variant}" + ("-int8" if self._int8 else "")
         self._library = library
-        self._workspace = Workspace()
+        self._calls = Calls(library, Workspace())
+        self.replay = self._calls.replay
         self._arena = Arena(exact=library.debug)
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, slot: str, wide: bool = False) -> Linear:
@@ -58,15 +60,15 @@ class NativeKernels:
 
     def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
         """See Kernels.norm."""
-        return NativeNorm(self._library, self._workspace, weight, eps, slot)
+        return NativeNorm(self._calls, weight, eps, slot)
 
     def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:
         """See Kernels.head_norm."""
-        return NativeHeadNorm(self._library, weight, eps)
+        return NativeHeadNorm(self._calls, weight, eps)
 
     def attention(self, pool: KVPool) -> AttentionBackend:
         """See Kernels.attention."""
-        return NativeAttention(self._library, pool, self._workspace)
+        return NativeAttention(self._calls, pool)
 
     def sampler(self) -> Sampler:
         """See Kernels.sampler."""
@@ -77,4 +79,4 @@ class NativeKernels:
     ) -> NativeLinear:
         int8 = self._int8 and slot != LOGITS
         packed = PackedWeights.of(self._library, self._arena, weights, biases, int8=int8)
-        return NativeLinear(self._library, self._workspace, packed, finish, slot)
+        return NativeLinear(self._calls, packed, finish, slot)

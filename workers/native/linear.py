@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.kernels import Activation
-from workers.native.library import Library
+from workers.native.calls import Call, Calls
 from workers.native.packing import PackedWeights
-from workers.native.workspace import Workspace
 
 _NOTHING = torch.empty(0)
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -63,9 +62,7 @@ class _Product(ctypes.Structure):
 class NativeLinear:
     """One product with what follows it: of one matrix, or of two (gate, up) for a gated finish."""
 
-    def __init__(
-        self, library: Library, workspace: Workspace, packed: PackedWeights, finish: Finish, slot: str
-    ) -> None:
+    def __init__(self, calls: Calls, packed: PackedWeights, finish: Finish, slot: str) -> None:
         self._packed = packed  # the addresses below are its
         self._inputs, self._outputs = packed.inputs, packed.outputs
         self._part = _Part(
@@ -77,12 +74,11 @@ class NativeLinear:
             packed.width,
             finish,
         )
-        self._call = _Product(ctypes.addressof(self._part), out_stride=packed.outputs)
-        self._address = ctypes.addressof(self._call)
+        self._product = _Product(ctypes.addressof(self._part), out_stride=packed.outputs)
         name = "tg_linear" if packed.scale is None else "tg_linear_int8"
-        self._run = library.function(name, _POINTER)
-        self._scratch_bytes = library.function(f"{name}_scratch", _SIZE)(packed.inputs)
-        self._take = workspace.take
+        self._run = Call(calls, name, self._product)
+        self._scratch_bytes = calls.library.function(f"{name}_scratch", _SIZE)(packed.inputs)
+        self._take = calls.workspace.take
         self._slot = slot
         self._dtype = torch.float32 if finish is Finish.WIDE else torch.bfloat16
         self._adds = finish is Finish.ADD
@@ -92,7 +88,7 @@ class NativeLinear:
         """bf16 [T, in], rows contiguous → [T, out] in the slot: fp32 for WIDE, else bf16."""
         if x is not self._x:
             self._bind(x)
-        self._run(self._address)
+        self._run()
         return self._out
 
     def add(self, x: Tensor, stream: Tensor) -> Tensor:
@@ -101,7 +97,7 @@ class NativeLinear:
             self._bind(x)
         if stream is not self._out:
             self._bind_stream(stream)
-        self._run(self._address)
+        self._run()
         return stream
 
     def _bind(self, x: Tensor) -> None:
@@ -113,7 +109,7 @@ class NativeLinear:
                 f"a linear takes bf16 [T, {self._inputs}] with contiguous rows, got {x.dtype} {list(x.shape)}"
                 f" with strides {list(x.stride())}"
             )
-        call = self._call
+        call = self._product
         self._x = self._out = _NOTHING
         call.x, call.x_stride, call.rows = x.data_ptr(), stride, rows
         if self._scratch_bytes:
@@ -127,10 +123,10 @@ class NativeLinear:
         self._x = x
 
     def _bind_stream(self, stream: Tensor) -> None:
-        wanted = (self._call.rows, self._outputs)
+        wanted = (self._product.rows, self._outputs)
         if stream.dtype is not torch.float32 or stream.shape != wanted or not stream.is_contiguous():
             raise ValueError(
                 f"the stream must be fp32 {list(wanted)}, contiguous, got {stream.dtype} {list(stream.shape)}"
             )
-        self._call.out = stream.data_ptr()
+        self._product.out = stream.data_ptr()
         self._out = stream

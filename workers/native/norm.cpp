@@ -71,7 +71,8 @@ struct TgNorm {
     float eps;
 };
 
-int tg_norm(const TgNorm* call) {
+int tg_norm(const void* arguments) {
+    const auto* const call = static_cast<const TgNorm*>(arguments);
     const std::int64_t rows = call->rows, count = call->count;
     in_team(rows * count <= SPLIT, [&](int rank, int size) {
         for (std::int64_t row = share_begin(rows, rank, size); row < share_begin(rows, rank + 1, size); row++)
@@ -81,13 +82,24 @@ int tg_norm(const TgNorm* call) {
 }
 
 // The first heads * count columns of x, bf16 with rows `stride` elements apart, head by head in place; weight fp32
-// [heads, count].
-int tg_head_norm(std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t heads, std::int64_t count,
-                 const float* weight, float eps) {
+// [heads, count]. Mirrored by norm.py.
+struct TgHeadNorm {
+    std::uint16_t* x;
+    std::int64_t stride;
+    std::int64_t rows;
+    std::int64_t heads;
+    std::int64_t count;
+    const float* weight;
+    float eps;
+};
+
+int tg_head_norm(const void* arguments) {
+    const auto* const call = static_cast<const TgHeadNorm*>(arguments);
+    const std::int64_t rows = call->rows, heads = call->heads, count = call->count;
     in_team(rows * heads * count <= SPLIT, [&](int rank, int size) {
         for (std::int64_t row = share_begin(rows, rank, size); row < share_begin(rows, rank + 1, size); row++)
             for (std::int64_t head = 0; head < heads; head++)
-                norm_head(x + row * stride + head * count, count, weight + head * count, eps);
+                norm_head(call->x + row * call->stride + head * count, count, call->weight + head * count, call->eps);
     });
     return 0;
 }

@@ -7,8 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from workers.native.library import Library
-from workers.native.workspace import Workspace
+from workers.native.calls import Call, Calls
 
 _NOTHING = torch.empty(0)
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -27,18 +26,31 @@ class _Norm(ctypes.Structure):
     )
 
 
+class _HeadNorm(ctypes.Structure):
+    """TgHeadNorm of norm.cpp."""
+
+    _fields_ = (
+        ("x", _POINTER),
+        ("stride", _SIZE),
+        ("rows", _SIZE),
+        ("heads", _SIZE),
+        ("count", _SIZE),
+        ("weight", _POINTER),
+        ("eps", _FLOAT),
+    )
+
+
 class NativeNorm:
     """RMSNorm of the residual stream: x / sqrt(mean(x²) + eps) * weight. arXiv 1910.07467."""
 
-    def __init__(self, library: Library, workspace: Workspace, weight: Tensor, eps: float, slot: str) -> None:
+    def __init__(self, calls: Calls, weight: Tensor, eps: float, slot: str) -> None:
         if weight.dim() != 1 or not weight.numel():
             raise ValueError(f"a norm's weight must be [d], got {list(weight.shape)}")
         self._weight = weight.float().contiguous()
         self._size = weight.numel()
-        self._call = _Norm(count=self._size, weight=self._weight.data_ptr(), eps=eps)
-        self._address = ctypes.addressof(self._call)
-        self._run = library.function("tg_norm", _POINTER)
-        self._take = workspace.take
+        self._norm = _Norm(count=self._size, weight=self._weight.data_ptr(), eps=eps)
+        self._run = Call(calls, "tg_norm", self._norm)
+        self._take = calls.workspace.take
         self._slot = slot
         self._x = self._out = _NOTHING
 
@@ -46,7 +58,7 @@ class NativeNorm:
         """fp32 [T, d], contiguous → bf16 [T, d] in the slot."""
         if x is not self._x:
             self._bind(x)
-        self._run(self._address)
+        self._run()
         return self._out
 
     def _bind(self, x: Tensor) -> None:
@@ -54,7 +66,7 @@ class NativeNorm:
         rows, columns = x.shape
         if x.dtype is not torch.float32 or columns != self._size or not x.is_contiguous() or not rows:
             raise ValueError(f"a norm takes fp32 [T, {self._size}], contiguous, got {x.dtype} {list(x.shape)}")
-        self._x, call = _NOTHING, self._call
+        self._x, call = _NOTHING, self._norm
         call.x, call.rows = x.data_ptr(), rows
         self._out = self._take(self._slot, rows, columns, torch.bfloat16)
         call.out = self._out.data_ptr()
@@ -64,14 +76,13 @@ class NativeNorm:
 class NativeHeadNorm:
     """RMSNorm of every head by itself, in place; weight [heads, head_dim]."""
 
-    def __init__(self, library: Library, weight: Tensor, eps: float) -> None:
+    def __init__(self, calls: Calls, weight: Tensor, eps: float) -> None:
         if weight.dim() != 2 or not weight.numel():
             raise ValueError(f"a head norm's weight must be [heads, head_dim], got {list(weight.shape)}")
         self._weight = weight.float().contiguous()
-        self._address = self._weight.data_ptr()
         self._heads, self._dim = weight.shape
-        self._eps = eps
-        self._run = library.function("tg_head_norm", _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _FLOAT)
+        self._norm = _HeadNorm(heads=self._heads, count=self._dim, weight=self._weight.data_ptr(), eps=eps)
+        self._run = Call(calls, "tg_head_norm", self._norm)
 
     def __call__(self, x: Tensor) -> None:
         """The first heads * head_dim columns of bf16 [T, ≥ heads * head_dim], rows contiguous."""
@@ -82,4 +93,5 @@ class NativeHeadNorm:
                 f"a head norm takes bf16 [T, ≥ {self._heads * self._dim}] with contiguous rows, got {x.dtype}"
                 f" {list(x.shape)}"
             )
-        self._run(x.data_ptr(), stride, rows, self._heads, self._dim, self._address, self._eps)
+        self._norm.x, self._norm.stride, self._norm.rows = x.data_ptr(), stride, rows
+        self._run()

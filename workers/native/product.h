@@ -7,7 +7,7 @@
 #pragma once
 
 #include "epilogue.h"
-#include "team.h"
+#include "shares.h"
 
 namespace tg {
 
@@ -61,33 +61,42 @@ struct RowTiles {
     int size(std::int64_t index) const { return static_cast<int>(first(index + 1) - first(index)); }
 };
 
-// The share of thread `rank` out of `size` in `call`, whose rows `x` are as the format wants them. Format gives Rows,
+// How a product is cut into jobs for a team of `size`: columns, as many as a tile has, and for few of those and many
+// threads rows as well, into blocks of at least four row tiles.
+struct Cut {
+    std::int64_t units, blocks = 1;
+
+    Cut(const TgProduct& call, int most_rows, int size)
+        : units(ceil_div(call.part->outputs, call.part->width * PANEL)) {
+        const std::int64_t tiles = RowTiles(call.rows, most_rows).count;
+        while (units * blocks < 3 * size && tiles >= 8 * blocks) blocks *= 2;
+    }
+    std::int64_t jobs() const { return units * blocks; }
+};
+
+// What thread `rank` takes of `call`, whose rows `x` are as the format wants them. Format gives Rows,
 // ROWS (most rows of a tile), tile_bytes(), fetches() (times that a kernel fetches ahead), stream() (what it fetches
 // when there is but one row tile) and tile().
 template <class Format>
-void multiply(const TgProduct& call, const typename Format::Rows& x, int rank, int size) {
+void multiply(const TgProduct& call, const typename Format::Rows& x, const Cut& cut, Shares& shares, int rank) {
     const TgLinear& part = *call.part;
     const int parts = parts_of(part);
     const std::int64_t columns = part.width * PANEL;
-    const std::int64_t units = ceil_div(part.outputs, columns);
+    const std::int64_t units = cut.units, blocks = cut.blocks;
     const std::int64_t tile_bytes = Format::tile_bytes(part), unit_bytes = tile_bytes * parts;
     const RowTiles tiles(call.rows, Format::ROWS);
     char* const out = static_cast<char*>(call.out);
     const std::ptrdiff_t out_bytes = call.out_stride * (part.finish == WIDE || part.finish == ADD ? 4 : 2);
     const std::int32_t finish = part.finish == WIDE && call.rows * out_bytes > LARGE ? FAR : part.finish;
-    // Few units for many threads: rows are split as well, into blocks of at least four row tiles.
-    std::int64_t blocks = 1;
-    while (units * blocks < 3 * size && tiles.count >= 8 * blocks) blocks *= 2;
-    const std::int64_t first = share_begin(units * blocks, rank, size);
-    const std::int64_t last = share_begin(units * blocks, rank + 1, size);
     alignas(LINE) float sums[2 * Format::ROWS * MOST_PANELS * PANEL];
-    for (std::int64_t job = first; job < last; job++) {
+    bool next = false;
+    for (std::int64_t job; (job = shares.take(rank, next)) >= 0;) {
         const std::int64_t block = job / units, unit = job % units;
         const std::int64_t from = tiles.count * block / blocks, to = tiles.count * (block + 1) / blocks;
         const char* weights = static_cast<const char*>(part.weight) + unit * unit_bytes;
         const float* shift = part.bias ? part.bias + unit * columns * parts : nullptr;
         const float* scale = part.scale ? part.scale + unit * columns * parts : nullptr;
-        const bool more = job + 1 < last && unit + 1 < units;
+        const bool more = next && unit + 1 < units;
         const std::int64_t lines = ceil_div(unit_bytes, LINE * Format::fetches(part) * parts * (to - from));
         Ahead ahead{weights + unit_bytes, more && to - from > 1 ? lines : 0};
         for (std::int64_t tile = from; tile < to; tile++) {

@@ -10,12 +10,14 @@ _VIEWS = 256
 
 
 class Workspace:
-    """Memory that outlives a step: asking again for what an earlier step had costs a look into a dictionary.
+    """Memory that outlives a step: asking again for what an earlier step had costs a look into a dictionary. While
+    `generation` stays the same, what was given once lies where it lay.
 
     Not for several threads at once: each rank has its own.
     """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._buffers: dict[str, Tensor] = {}
         self._views: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
 
@@ -40,6 +42,7 @@ class Workspace:
         if buffer is None or buffer.numel() < size:
             self._views = {key: view for key, view in self._views.items() if key[0] != slot}
             self._buffers.pop(slot, None)
+            self.generation += 1
             buffer = self._buffers[slot] = torch.empty(size, dtype=torch.uint8)
         elif len(self._views) >= _VIEWS:
             self._views.clear()
