@@ -24,7 +24,7 @@ def test_the_coordinators_costs_are_measured_and_printed(monkeypatch: pytest.Mon
 
 def test_pairs_over_ray_are_measured_on_a_ray_of_their_own_which_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(coordination_ray, "start_ray", lambda token: calls.append("start"))
+    monkeypatch.setattr(coordination_ray, "start_ray", lambda token, haproxy: calls.append("start"))
     monkeypatch.setattr(coordination_ray, "stop_ray", lambda link: calls.append("stop"))
     asked: dict[str, object] = {}
 
