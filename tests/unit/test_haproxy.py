@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import subprocess
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def test_where_it_does_not_run_serve_s_own_proxy_stays(
     with caplog.at_level(logging.WARNING):
         assert prepare_haproxy(tmp_path / "h") == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     assert "Serve's own proxy takes the requests" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "clients"), [(1024, 412), (8392, 4096), (1_048_576, 4096), (resource.RLIM_INFINITY, 4096), (64, 1)]
+)
+def test_no_more_clients_than_open_files_allow(files: int, clients: int) -> None:
+    assert haproxy._connections(files) == clients
 
 
 def test_ray_brings_the_program_along() -> None:
