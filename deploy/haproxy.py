@@ -24,6 +24,7 @@ _NODE, _SOCKET, _PATH = 56, len("/a"), 97
 most."""
 _TRY_S = 10.0
 _CLIENTS, _OWN_FILES = 4096, 200
+"""Clients at once at the most, as Serve has it, and files that HAProxy itself opens, generously."""
 WITHOUT = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 """The environment for Serve's own proxy."""
 _WRAPPER = """#!/bin/sh

@@ -227,7 +227,6 @@ def test_many_rows_split_over_threads_keep_their_bits(kernels: NativeKernels, li
 
 @pytest.mark.parametrize("out", [40_000, 40_007])
 def test_results_larger_than_the_caches_are_the_same(kernels: NativeKernels, out: int) -> None:
-    """They go to memory another way, where rows are aligned."""
     weight, x = numbers(out, 8), numbers(20, 8, seed=1)
     linear = kernels.linear(weight, None, slot="wide", wide=True)
     single = torch.cat([linear(x[i : i + 1]).clone() for i in range(20)])

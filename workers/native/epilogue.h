@@ -15,33 +15,10 @@ inline void store_some(void* to, Vector vector, std::int64_t bytes) {
         std::memcpy(to, &vector, static_cast<std::size_t>(bytes));
 }
 
-// How a product is stored that the caches between here and its reader cannot hold: as WIDE, but past them, without first
-// reading what it replaces. Chosen in product.h, not by callers.
-constexpr std::int32_t FAR = 6;
-
-inline void store_past_caches(float* to, Floats value) {
-#if defined(__AVX512F__)
-    if (reinterpret_cast<std::uintptr_t>(to) % sizeof value == 0) {
-        _mm512_stream_ps(to, (__m512)value);
-        return;
-    }
-#endif
-    store(to, value);
-}
-
-// Before another thread reads what was stored past the caches.
-inline void settle() {
-#if defined(__AVX512F__)
-    _mm_sfence();
-#endif
-}
-
 // One vector of finished sums to row `out`; unless WHOLE only `left` columns of it exist.
 template <int FINISH, bool WHOLE>
 inline void put(void* out, std::int64_t column, std::int64_t left, Floats value) {
-    if (FINISH == FAR && WHOLE) {
-        store_past_caches(static_cast<float*>(out) + column, value);
-    } else if (FINISH == WIDE || FINISH == FAR || FINISH == ADD) {
+    if (FINISH == WIDE || FINISH == ADD) {
         float* const to = static_cast<float*>(out) + column;
         Floats before{};
         if (FINISH == ADD) std::memcpy(&before, to, WHOLE ? sizeof before : static_cast<std::size_t>(4 * left));
@@ -75,7 +52,7 @@ inline void finish_tile(const TgLinear& part, const float* sums, int rows, const
     for (int row = 0; row < rows; row++, sums += columns, out += out_bytes)
         for (int column = 0; column < end; column += LANES) {
             Floats value = finished(sums, column);
-            if (FINISH >= SILU && FINISH <= GELU) value = activate<FINISH>(value) * finished(sums + rows * columns, columns + column);
+            if (FINISH >= SILU) value = activate<FINISH>(value) * finished(sums + rows * columns, columns + column);
             if (end - column >= LANES)
                 put<FINISH, true>(out, first + column, LANES, value);
             else
@@ -83,12 +60,11 @@ inline void finish_tile(const TgLinear& part, const float* sums, int rows, const
         }
 }
 
-inline void finish_tile(std::int32_t finish, const TgLinear& part, const float* sums, int rows, const float* shift,
-                        const float* scale, std::int64_t first, char* out, std::ptrdiff_t out_bytes) {
-    switch (finish) {
+inline void finish_tile(const TgLinear& part, const float* sums, int rows, const float* shift, const float* scale,
+                        std::int64_t first, char* out, std::ptrdiff_t out_bytes) {
+    switch (part.finish) {
         case NARROW: return finish_tile<NARROW>(part, sums, rows, shift, scale, first, out, out_bytes);
         case WIDE: return finish_tile<WIDE>(part, sums, rows, shift, scale, first, out, out_bytes);
-        case FAR: return finish_tile<FAR>(part, sums, rows, shift, scale, first, out, out_bytes);
         case ADD: return finish_tile<ADD>(part, sums, rows, shift, scale, first, out, out_bytes);
         case SILU: return finish_tile<SILU>(part, sums, rows, shift, scale, first, out, out_bytes);
         case GELU_TANH: return finish_tile<GELU_TANH>(part, sums, rows, shift, scale, first, out, out_bytes);

@@ -19,7 +19,6 @@ constexpr int TILE_ROWS = 6, REGISTERS = 16;
 constexpr int TILE_ROWS = 2, REGISTERS = 16;
 #endif
 constexpr int PARTS = PANEL / LANES;  // vectors of a panel
-constexpr std::int64_t LARGE = 1 << 20;  // bytes of a result that the second-level cache does not hold beside weights
 
 // Whether the sums of R rows and W panels, a step's weights and two more vectors fit the registers; one panel always
 // goes.
@@ -87,7 +86,6 @@ void multiply(const TgProduct& call, const typename Format::Rows& x, const Cut& 
     const RowTiles tiles(call.rows, Format::ROWS);
     char* const out = static_cast<char*>(call.out);
     const std::ptrdiff_t out_bytes = call.out_stride * (part.finish == WIDE || part.finish == ADD ? 4 : 2);
-    const std::int32_t finish = part.finish == WIDE && call.rows * out_bytes > LARGE ? FAR : part.finish;
     alignas(LINE) float sums[2 * Format::ROWS * MOST_PANELS * PANEL];
     bool next = false;
     for (std::int64_t job; (job = shares.take(rank, next)) >= 0;) {
@@ -107,10 +105,9 @@ void multiply(const TgProduct& call, const typename Format::Rows& x, const Cut& 
                 Format::tile(x, tiles.first(tile), count, weights + index * tile_bytes, part, sum, ahead);
             }
             char* target = out + tiles.first(tile) * out_bytes;
-            finish_tile(finish, part, sums, count, shift, scale, unit * columns, target, out_bytes);
+            finish_tile(part, sums, count, shift, scale, unit * columns, target, out_bytes);
         }
     }
-    if (finish == FAR) settle();
 }
 
 }  // namespace tg
