@@ -8,8 +8,10 @@ GroupDead. Nothing here blocks the event loop: looking up an actor by its name i
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -19,15 +21,17 @@ from ray.exceptions import ActorDiedError, RayActorError
 from cluster.actors import NAMESPACE, CoordinatorMissing, find_coordinator, open_coordinator
 from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
 from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.directline import DirectLine
 from cluster.settings import CoordinatorSettings
-from workers.actors import Refused
-from workers.errors import EngineRefused
+from workers.errors import EngineRefused, Refused
 from workers.outbox import Message
 from workers.plan import GroupDead, GroupReport
 from workers.sequence import Request
 
+_log = logging.getLogger(__name__)
+
 UNREAD_MESSAGES = 8
-"""Messages under way that a reader has not taken; beyond that the outbox merges."""
+"""Messages under way through Ray that a reader has not taken; beyond that the outbox merges."""
 
 
 class CoordinatorLink:
@@ -119,39 +123,43 @@ class CoordinatorLink:
 
 
 class EngineLink:
-    """Rank 0 of one incarnation, called `address`, for the ingress `ingress`."""
+    """Rank 0 of one incarnation, called `address`, for the ingress `ingress`. From the first `subscribe` on, what is
+    asked often goes over a connection of our own, where there can be one; everything else goes through Ray."""
 
     def __init__(self, address: str, ingress: str) -> None:
         self._address = address
         self._ingress = ingress
         self._actor: ActorHandle | None = None
+        self._line: DirectLine | None = None
 
     async def subscribe(self, acked: int | None) -> AsyncGenerator[Message, None]:
         """Open the event stream, anew or behind message `acked`."""
         rank = await self._rank()
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNREAD_MESSAGES}
-        stream = rank.events.options(**options).remote(self._ingress, acked)
-        first = await _translated(_next(stream))
+        line = await self._connect(rank)
+        stream = line.events(self._ingress, acked) if line else _over_ray(rank, self._ingress, acked)
+        first = await anext(stream, None)
+        if first is None:
+            raise ConnectionError("the event stream ended before it began")
         if isinstance(first, Refused):
             raise EngineRefused(first.code, first.message)
         return _messages(stream)
 
     async def submit(self, requests: tuple[Request, ...]) -> tuple[EngineRefused | None, ...]:
         """Per request, in order: None when accepted."""
-        answers = await self._call("submit", self._ingress, requests)
+        answers = await self._ask("submit", self._ingress, requests)
         return tuple(EngineRefused(answer.code, answer.message) if answer else None for answer in answers)
 
     async def abort(self, keys: tuple[tuple[str, int], ...]) -> None:
         """End these (request, attempt)."""
-        await self._call("abort", keys)
+        await self._ask("abort", keys)
 
     async def ack(self, number: int) -> None:
         """Messages up to `number` have been handled."""
-        await self._call("ack", self._ingress, number)
+        await self._ask("ack", self._ingress, number)
 
     async def renew(self) -> bool:
         """Renew the lease; False when it has lapsed."""
-        return bool(await self._call("renew", self._ingress))
+        return bool(await self._ask("renew", self._ingress))
 
     async def unsubscribe(self) -> None:
         """This ingress needs the group no more."""
@@ -161,9 +169,33 @@ class EngineLink:
         """Forget and zero what `namespace` has cached; returns the blocks, once it is done."""
         return int(await self._call("purge", namespace))
 
+    def close(self) -> None:
+        """Hang up; what is asked afterwards goes through Ray."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        if self._line is not None and self._line.is_open:
+            return await self._line.call(method, *arguments)
+        return await self._call(method, *arguments)
+
     async def _call(self, method: str, *arguments: object) -> Any:
         rank = await self._rank()
         return await _translated(getattr(rank, method).remote(*arguments))
+
+    async def _connect(self, rank: ActorHandle) -> DirectLine | None:
+        if self._line is not None and self._line.is_open:
+            return self._line
+        doorway = await _translated(rank.doorway.remote())
+        if doorway is None:
+            return None
+        try:
+            self._line = await DirectLine.open(doorway)
+        except OSError as error:
+            _log.warning("%r does not answer, Ray carries its events: %r", doorway, error)
+            self._line = None
+        return self._line
 
     async def _rank(self) -> ActorHandle:
         if self._actor is None:
@@ -174,16 +206,22 @@ class EngineLink:
         return self._actor
 
 
-async def _next(stream: Any) -> Message | Refused:
-    return await (await anext(stream))
-
-
-async def _messages(stream: Any) -> AsyncGenerator[Message, None]:
+async def _over_ray(rank: ActorHandle, ingress: str, acked: int | None) -> AsyncGenerator[Message | Refused, None]:
+    options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNREAD_MESSAGES}
+    stream = rank.events.options(**options).remote(ingress, acked)
     while True:
         try:
-            yield await _translated(_next(stream))
+            reference = await anext(stream)
         except StopAsyncIteration:
             return
+        yield await _translated(reference)
+
+
+async def _messages(stream: AsyncGenerator[Message | Refused, None]) -> AsyncGenerator[Message, None]:
+    async with aclosing(stream):
+        async for item in stream:
+            assert isinstance(item, Message), f"{item} in the middle of a stream"
+            yield item
 
 
 async def _translated(call: Awaitable[Any]) -> Any:

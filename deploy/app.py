@@ -156,7 +156,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         deployment_names(config.sections), config.sections, folders, revisions, strict=True
     ):
         settings = group_settings(
-            config, section, folder, revision, device=device, cores=cores, cache=environment.cache
+            config, section, folder, revision, device=device, cores=cores, environment=environment
         )
         memory = _rank_memory(section, folder) if device == "cpu" else 0
         bundles = group_bundles(

@@ -96,10 +96,12 @@ def run_roofline(
 ) -> None:
     """Measure the first model of `config` (None: the default one) with `changes` before it, on one rank."""
     chosen = load(config, changes)
-    section, cache = chosen.sections[0], Environment.read().cache
+    section, environment = chosen.sections[0], Environment.read()
     with Stages() as stages:
         folder = resolve(section.model, section.revision, stages)
-    settings = group_settings(chosen, section, folder, "", device="cpu", cores=physical_cores(), cache=cache)
+    settings = group_settings(
+        chosen, section, folder, "", device="cpu", cores=physical_cores(), environment=environment
+    )
     with bar() as tick:
         found = roofline.measure(
             replace(settings, tensor_parallel_size=1),

@@ -74,6 +74,7 @@ class ClusterConfig(ModelSection):
     body_limit: Size = 8 * 2**20
     request_timeout_s: Seconds = 600.0
     stream_comment_s: Seconds = 10.0
+    streams: Literal["auto", "socket", "ray"] = "auto"
     stream_pace_s: Annotated[float, Field(ge=0, le=1)] = 0.02
     drain_s: Seconds = 30.0
     step_timeout_s: Seconds = 60.0
@@ -158,16 +159,19 @@ class ClusterConfig(ModelSection):
 @dataclass(frozen=True, slots=True)
 class Environment:
     """The environment variables that Tidegate reads: TIDEGATE_CACHE (folder for models, default ~/.cache/tidegate) and
-    TIDEGATE_NAMESPACE_SECRET_FILE (file that keys the prefix cache's namespaces)."""
+    TIDEGATE_NAMESPACE_SECRET_FILE (file that keys the prefix cache's namespaces); and Ray's RAY_USE_TLS: whether what
+    its processes say to each other is encrypted."""
 
     cache: Path
     namespace_secret_file: str | None = None
+    encrypted: bool = False
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
         """Read `variables` (the process's own by default)."""
         cache = variables.get("TIDEGATE_CACHE") or "~/.cache/tidegate"
-        return cls(Path(cache).expanduser(), variables.get("TIDEGATE_NAMESPACE_SECRET_FILE") or None)
+        encrypted = variables.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        return cls(Path(cache).expanduser(), variables.get("TIDEGATE_NAMESPACE_SECRET_FILE") or None, encrypted)
 
 
 def child_environment(**changes: str) -> dict[str, str]:

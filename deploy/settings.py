@@ -23,11 +23,11 @@ def group_settings(
     *,
     device: str,
     cores: int,
-    cache: Path,
+    environment: Environment,
 ) -> GroupSettings:
     """What each group of the model in `section` is told. `folder` holds the model, `revision` identifies its weights;
     `device` is "cpu" or "cuda" (the caller has resolved "auto"); `cores` are the physical cores of a node that all
-    ranks share; `cache` is the folder under which what the ranks compile is kept."""
+    ranks share; under `environment`'s cache is kept what the ranks compile."""
     on_gpu = device == "cuda"
     share = config.gpu_memory_utilization if on_gpu else config.cpu_memory_utilization / config.ranks
     return GroupSettings(
@@ -40,7 +40,7 @@ def group_settings(
         device=device,
         kernels=section.kernels,
         weight_precision=section.weight_precision,
-        native_dir=str(native_folder(cache)),
+        native_dir=str(native_folder(environment.cache)),
         block_size=section.block_size,
         kv_memory=section.kv_memory,
         memory_fraction=share,
@@ -51,10 +51,18 @@ def group_settings(
         session_ttl_s=config.session_ttl_s,
         overlap=section.overlap,
         threads=section.threads or (1 if on_gpu else max(1, cores // config.ranks)),
+        streams=_streams(config, environment),
         stream_pace_s=config.stream_pace_s,
         step_timeout_s=config.step_timeout_s,
         flight_dir=_absolute(config.flight_dir),
     )
+
+
+def _streams(config: ClusterConfig, environment: Environment) -> str:
+    """What is encrypted must not leave by a way that is not."""
+    if config.streams != "auto":
+        return config.streams
+    return "ray" if environment.encrypted else "socket"
 
 
 def ingress_settings(

@@ -176,6 +176,9 @@ class InProcessEngine:
         self.group.work.set()
         return await asyncio.wrap_future(future)
 
+    def close(self) -> None:
+        self.calls["close"] += 1
+
 
 class InProcessCoordinator:
     """CoordinatorPort of one ingress. `down` makes every call fail, polls under way included; `outcomes`, `withdrawn`

@@ -16,32 +16,26 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 import ray
 
 from workers.engine import Engine
-from workers.errors import EngineRefused
-from workers.outbox import Message, Outbox
+from workers.errors import EngineRefused, Refused
+from workers.outbox import Message
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import Rank, RankFacts
 from workers.reader import Reader
 from workers.sequence import Request, Sampling
 from workers.settings import GroupSettings
 from workers.stacks import RankState
+from workers.streams import EventStreams
+from workers.switchboard import Doorway, Switchboard
 
 WARM_UP = "warm-up"
 """The name under which rank 0 subscribes to its own engine, to see a first token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Why the engine did not take one request of a batch."""
-
-    request: str
-    attempt: int
-    code: str
-    message: str
 
 
 @ray.remote(concurrency_groups={"work": 1, "calls": 64, "events": 1024, "watch": 4})
@@ -56,7 +50,8 @@ class RankActor:
         self._parts = Rank(rank, settings)
         self._engine: Engine | None = None
         self._entered = asyncio.Event()
-        self._readers: dict[str, Reader] = {}
+        self._streams: EventStreams | None = None
+        self._doorway: asyncio.Task[Doorway] | None = None
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -121,33 +116,32 @@ class RankActor:
     # -- for ingresses -------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="events")
-    async def events(self, ingress: str, acked: int | None) -> AsyncGenerator[Message | Refused, None]:
-        """The event stream of `ingress`, anew or (`acked`) behind a message it has handled. First an empty message
-        numbered 0 that says the subscription stands, or Refused; the stream ends when the engine closes it or a newer
-        reader takes over."""
+    async def doorway(self) -> Doorway | None:
+        """Where ingresses may call and read events without Ray, once the coordinator knows this group; None: not so."""
         await self._entered.wait()
-        engine = self._running()
-        reader = Reader(asyncio.get_running_loop(), self._settings.stream_pace_s)
-        try:
-            reader.attach(self._open_outbox(engine, ingress, acked, reader.wake))
-        except EngineRefused as refusal:
-            yield Refused("", 0, refusal.code, refusal.message)
-            return
-        self._take_over(ingress, reader)
-        yield Message(0, engine.epoch, ())
-        while (message := await reader.next()) is not None:
-            yield message
+        if self._settings.streams == "ray":
+            return None
+        if self._doorway is None:
+            self._doorway = asyncio.create_task(self._open_switchboard())
+        return await asyncio.shield(self._doorway)
+
+    @ray.method(concurrency_group="events")
+    async def events(self, ingress: str, acked: int | None) -> AsyncGenerator[Message | Refused, None]:
+        """EventStreams.read over Ray."""
+        await self._entered.wait()
+        async with aclosing(self._event_streams().read(ingress, acked)) as messages:
+            async for message in messages:
+                yield message
 
     @ray.method(concurrency_group="calls")
     async def submit(self, ingress: str, requests: Sequence[Request]) -> tuple[Refused | None, ...]:
         """Per request, in order: None when accepted."""
-        return tuple(_submit(self._running(), ingress, request) for request in requests)
+        return _submit(self._running(), ingress, requests)
 
     @ray.method(concurrency_group="calls")
     async def abort(self, keys: Sequence[tuple[str, int]]) -> None:
         """End these (request, attempt); unknown ones are ignored."""
-        for request, attempt in keys:
-            self._running().abort(request, attempt)
+        _abort(self._running(), keys)
 
     @ray.method(concurrency_group="calls")
     async def renew(self, ingress: str) -> bool:
@@ -213,21 +207,34 @@ class RankActor:
             raise GroupDead(f"rank {self._rank} runs no engine")
         return self._engine
 
-    def _open_outbox(self, engine: Engine, ingress: str, acked: int | None, wake: Callable[[], None]) -> Outbox:
-        now = time.monotonic()
-        if acked is None:
-            return engine.subscribe(ingress, wake, now)
-        return engine.resubscribe(ingress, acked, wake, now)
+    def _event_streams(self) -> EventStreams:
+        if self._streams is None:
+            self._streams = EventStreams(self._running(), self._settings.stream_pace_s, time.monotonic)
+        return self._streams
 
-    def _take_over(self, ingress: str, reader: Reader) -> None:
-        old, self._readers[ingress] = self._readers.get(ingress), reader
-        if old:
-            old.retire()
+    async def _open_switchboard(self) -> Doorway:
+        engine = self._running()
+        calls: dict[str, Callable[..., Any]] = {
+            "submit": partial(_submit, engine),
+            "abort": partial(_abort, engine),
+            "renew": lambda ingress: engine.renew(ingress, time.monotonic()),
+            "ack": engine.ack,
+        }
+        return await Switchboard(calls, self._event_streams().read).listen(ray.util.get_node_ip_address())
 
 
-def _submit(engine: Engine, ingress: str, request: Request) -> Refused | None:
+def _submit(engine: Engine, ingress: str, requests: Sequence[Request]) -> tuple[Refused | None, ...]:
+    return tuple(_refused(engine, ingress, request) for request in requests)
+
+
+def _refused(engine: Engine, ingress: str, request: Request) -> Refused | None:
     try:
         engine.submit(ingress, request)
     except EngineRefused as refusal:
         return Refused(request.id, request.attempt, refusal.code, refusal.message)
     return None
+
+
+def _abort(engine: Engine, keys: Sequence[tuple[str, int]]) -> None:
+    for request, attempt in keys:
+        engine.abort(request, attempt)

@@ -32,8 +32,10 @@ MOST_AUDITED = 0.1
 
 
 class Engine:
-    """`depth` steps may be in flight at once (1 or 2); an ingress that does not renew its lease for `lease_s` loses its
-    requests; within `audit_s` every block's references are compared with the tables, a few at a time."""
+    """`depth` steps may be in flight at once (1 or 2): with 2 the next one is launched while one runs that computes no
+    part of a prompt, for whoever comes meanwhile would wait for both. An ingress that does not renew its lease for
+    `lease_s` loses its requests; within `audit_s` every block's references are compared with the tables, a few at a
+    time."""
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Engine:
         self._inbox = Inbox()
         self.work = self._inbox.work
         self._handles: deque[object] = deque()
+        self._is_long = False  # the step that was launched last
         self._subscribers = Subscribers(lease_s)
         self._door = Door(name, scheduler.store.total, self._subscribers)
         self._own_limits = scheduler.limits
@@ -180,9 +183,10 @@ class Engine:
             if now >= self._obeyed_until:
                 self._scheduler.limits = self._own_limits
             self._deliver(self._scheduler.end_late(now), now)
-            plan = self._scheduler.schedule(now)
+            plan = self._scheduler.schedule(now) if not (self._handles and self._is_long) else None
             if plan is not None:
                 self.recorder.plan(plan, now)
+                self._is_long = plan.tokens > len(plan.rows)
                 self._handles.append(self._group.launch(plan))
             if self._handles and (plan is None or len(self._handles) >= self._depth):
                 result = self._group.wait(self._handles.popleft())

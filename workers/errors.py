@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class EngineRefused(Exception):
     """A request that this group does not take. `code` is one of the CODE_… constants, the message is for people."""
@@ -13,6 +15,20 @@ class EngineRefused(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+class CallFailed(Exception):
+    """A call to a group failed for a reason that nobody foresaw; the message says what was raised there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why the engine did not take one request of a batch, as a value that travels."""
+
+    request: str
+    attempt: int
+    code: str
+    message: str
 
 
 CODE_VOID = "grant_void"

@@ -6,37 +6,23 @@ use gloo; between GPUs tensors go through NCCL. All ranks of a group take the sa
 
 from __future__ import annotations
 
-import copyreg
-import io
 import logging
-import pickle
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from datetime import timedelta
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from workers.codec import pack, unpack
 from workers.gloo import GroupChannel
 from workers.native.library import Library
-from workers.plan import Draw, Row, StepPlan
+from workers.plan import StepPlan
 from workers.segment import NotShared
 from workers.sharedmemory import SharedChannel, decline, meet
 
 _log = logging.getLogger(__name__)
-
-
-def _by_fields(kind: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
-    """How pickle takes a `kind` apart: two to three times faster than as a frozen dataclass with slots."""
-    values = attrgetter(*(field.name for field in fields(kind)))
-    return lambda value: (kind, values(value))
-
-
-_PARTS = copyreg.dispatch_table | {kind: _by_fields(kind) for kind in (StepPlan, Row, Draw)}
 
 
 def open_store(host: str) -> tuple[Store, str]:
@@ -137,11 +123,11 @@ class Communicator:
     def broadcast_plan(self, plan: StepPlan | None) -> None:
         """Rank 0: send `plan` to all followers; None ends their loops."""
         if self.world > 1:
-            self._begin("broadcast", self._control).send(_packed(plan))
+            self._begin("broadcast", self._control).send(pack(plan))
 
     def receive_plan(self) -> StepPlan | None:
         """A follower: wait for rank 0's next plan; None means stop."""
-        plan: StepPlan | None = pickle.loads(self._begin("broadcast", self._control).receive())
+        plan: StepPlan | None = unpack(self._begin("broadcast", self._control).receive())
         return plan
 
     def min_flag(self, value: int) -> int:
@@ -161,14 +147,6 @@ class Communicator:
         self.calls += 1
         self.last = collective
         return channel
-
-
-def _packed(plan: StepPlan | None) -> bytes:
-    content = io.BytesIO()
-    pickler = pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = _PARTS
-    pickler.dump(plan)
-    return content.getvalue()
 
 
 def _control(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 KERNELS = ("auto", "native", "onednn", "torch")
 """Kinds of kernels by name; "auto" is the fastest that the device, the CPU and the weights allow."""
+STREAMS = ("socket", "ray")
+"""How events reach the ingresses."""
 WEIGHT_PRECISIONS = ("auto", "int8")
 """How linears keep their weights: in `dtype`, or quantised."""
 
@@ -26,7 +28,8 @@ class GroupSettings:
     weights and the largest step's buffers leave of `memory_fraction` of the device's memory, which is one rank's share
     of its GPU, or on a CPU of the machine's memory (of its cgroup limit where there is one).
     `max_model_len` None: the model's own context. `overlap` is the number of steps in flight (1 or 2).
-    `stream_pace_s`: how far apart messages to an ingress are at least.
+    `streams` is one of STREAMS: over a socket of rank 0, not encrypted, or through Ray's calls; `stream_pace_s`: how
+    far apart messages to an ingress are at least.
     `threads` is per rank; None leaves the choice to torch. A step that takes longer than `step_timeout_s` is a hang:
     the group is ended and built anew. `flight_dir` is where its last plans and stacks are written when it dies (None:
     Ray's log folder).
@@ -51,6 +54,7 @@ class GroupSettings:
     prefix_cache: bool = True
     session_ttl_s: float = 300.0
     overlap: int = 1
+    streams: str = "socket"
     stream_pace_s: float = 0.02
     threads: int | None = None
     step_timeout_s: float = 60.0

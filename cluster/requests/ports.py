@@ -78,3 +78,7 @@ class EnginePort(Protocol):
     async def purge(self, namespace: bytes) -> int:
         """Forget and zero what `namespace` has cached; returns the blocks, once none of it can be found any more."""
         ...
+
+    def close(self) -> None:
+        """Whoever subscribed needs the way to the group no more."""
+        ...

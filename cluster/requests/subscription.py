@@ -91,6 +91,7 @@ class Subscription:
             await self._attempt("unsubscribe", self.port.unsubscribe)
         self._over.cancel()
         await self._crew.dismiss()
+        self.port.close()
 
     # -- the life of a stream -----------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class Subscription:
                 self._opened.exception()  # nobody need be waiting
         self._lose(gone)
         await self._crew.dismiss()
+        self.port.close()
 
     async def _read(self) -> None:
         failures = 0

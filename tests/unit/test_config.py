@@ -229,6 +229,8 @@ def test_the_environment_is_read_in_one_place() -> None:
         Path("/c"), "/s"
     )
     assert Environment.read({}).cache == Path("~/.cache/tidegate").expanduser()
+    assert [Environment.read({"RAY_USE_TLS": value}).encrypted for value in ("1", "true", "0")] == [True, True, False]
+    assert not Environment.read({}).encrypted
     assert child_environment(TIDEGATE_X="1")["TIDEGATE_X"] == "1"
 
 

@@ -9,7 +9,7 @@ from tests.shadow import ShadowGroup
 from workers import errors
 from workers.engine import Engine
 from workers.errors import EngineRefused
-from workers.plan import Finish, GroupDead, GroupReport, Limits, StepResult
+from workers.plan import Finish, GroupDead, GroupReport, Limits, StepPlan, StepResult
 from workers.scheduler import Scheduler
 from workers.sequence import Request, Sampling
 
@@ -181,6 +181,38 @@ def test_a_sequence_advances_by_one_token_every_step_at_any_depth(depth: int) ->
         engine.turn(0.0)
         turns += 1
     assert turns <= 20 + depth
+
+
+class Watched(ShadowGroup):
+    """Notes, for every launch, whether the steps in flight before it computed a part of a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.behind: list[list[bool]] = []
+        self._flying: list[bool] = []
+
+    def launch(self, plan: StepPlan) -> object:
+        self.behind.append(list(self._flying))
+        self._flying.append(any(len(row.tokens) > 1 for row in plan.rows))
+        return super().launch(plan)
+
+    def wait(self, handle: object) -> StepResult:
+        self._flying.pop(0)
+        return super().wait(handle)
+
+
+def test_nothing_is_launched_behind_a_part_of_a_prompt() -> None:
+    """Whoever came meanwhile would wait for both steps."""
+    group = Watched()
+    engine = make(group, depth=2)
+    engine.subscribe("i", lambda: None, 0.0)
+    for index in range(4):
+        engine.submit("i", request(f"r{index}", output=9))
+        for _ in range(4):
+            engine.turn(0.0)
+    while not engine.idle:
+        engine.turn(0.0)
+    assert [True] not in group.behind and [False] in group.behind and max(map(len, group.behind)) == 1
 
 
 def test_a_request_whose_ingress_lapses_before_it_starts_never_runs() -> None:

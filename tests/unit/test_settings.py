@@ -26,9 +26,11 @@ def write(tmp_path: Path):
     return to_file
 
 
-def told(config: ClusterConfig, *, device: str = "cpu", cores: int = 1, model: int = 0) -> GroupSettings:
-    section, cache = config.sections[model], Path("/cache")
-    return group_settings(config, section, Path("/m"), "r", device=device, cores=cores, cache=cache)
+def told(
+    config: ClusterConfig, *, device: str = "cpu", cores: int = 1, model: int = 0, encrypted: bool = False
+) -> GroupSettings:
+    section, environment = config.sections[model], Environment(Path("/cache"), encrypted=encrypted)
+    return group_settings(config, section, Path("/m"), "r", device=device, cores=cores, environment=environment)
 
 
 def test_group_settings_share_memory_and_cores_between_ranks() -> None:
@@ -66,7 +68,26 @@ PER_MODEL = {
     "tensor_parallel_size": 3,
     "threads": 4,
 }
-PER_SERVICE = {"session_ttl_s": 1.5, "stream_pace_s": 0.5, "step_timeout_s": 7.0, "flight_dir": "/flights"}
+PER_SERVICE = {
+    "session_ttl_s": 1.5,
+    "streams": "ray",
+    "stream_pace_s": 0.5,
+    "step_timeout_s": 7.0,
+    "flight_dir": "/flights",
+}
+
+
+def test_what_ray_encrypts_does_not_leave_by_a_socket_of_our_own() -> None:
+    chosen = {
+        (streams, encrypted): told(load(None, {"streams": streams}), encrypted=encrypted).streams
+        for streams in ("auto", "socket", "ray")
+        for encrypted in (False, True)
+    }
+    assert [pair for pair, streams in chosen.items() if streams == "socket"] == [
+        ("auto", False),
+        ("socket", False),
+        ("socket", True),
+    ]
 
 
 @pytest.mark.parametrize("several", [False, True])
