@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from workers.codec import pack, unpack
 
@@ -97,8 +97,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the challenge."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none of asyncio's by inheritance
         _notice_silence(transport.get_extra_info("socket"))
         transport.write(self._nonce)
 

@@ -6,10 +6,12 @@ import ipaddress
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import psutil
 import pytest
 import ray
 from ray import serve
 
+from tests.ray import workload
 from tests.ray.stage import Stage, eventually, listeners
 
 CLIENTS = 50
@@ -60,6 +62,20 @@ def test_nothing_listens_beyond_loopback(tiny: Stage) -> None:
     assert any(port == tiny.shown.port for _, _, port in found if tiny.shown)
     beyond = [entry for entry in found if not _is_loopback(entry[1])]
     assert not beyond
+
+
+def test_an_ingress_reads_from_each_group_over_a_connection_of_its_own(tiny: Stage) -> None:
+    """Ray's way to a process is one connection to one port; ours is another one."""
+    tiny.complete("hello", max_tokens=2)
+    (ingress,) = workload.replicas("ingress")
+    ranks = {group["ranks"][0]["pid"] for group in tiny.groups()}
+
+    def ways() -> list[int]:
+        held = {entry.raddr for entry in ingress.net_connections(kind="inet") if entry.status == "ESTABLISHED"}
+        open_at = [psutil.Process(pid).net_connections(kind="inet") for pid in ranks]
+        return [len({e.laddr for e in entries if e.status == "LISTEN"} & held) for entries in open_at]
+
+    assert eventually(lambda: max(ways()) >= 2)
 
 
 def test_an_ingress_loads_neither_torch_nor_transformers(tiny: Stage) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
+import uvloop
 
 from cluster.directline import DirectLine
 from workers import connection as connections
@@ -53,6 +55,15 @@ def message(number: int, *tokens: int) -> Message:
     return Message(number, 1, (TokenEvent("r", 0, 0, tokens),))
 
 
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"], autouse=True)
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's replicas run on uvloop, actors on asyncio's own loop."""
+    monkeypatch.setattr(sys.modules[__name__], "new_loop", request.param)
+
+
+new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+
+
 def run(scenario: Callable[[Desk, Doorway], Awaitable[None]]) -> None:
     async def body() -> None:
         desk = Desk()
@@ -64,7 +75,8 @@ def run(scenario: Callable[[Desk, Doorway], Awaitable[None]]) -> None:
             finally:
                 await board.close()
 
-    asyncio.run(body())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(body())
 
 
 def test_calls_are_answered_each_with_its_own() -> None:
