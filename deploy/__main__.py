@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.tenants import hash_of, make_key
-from deploy import benchmarks, inspection
+from deploy import benchmarks, inspection, planning, remodelling
 from deploy.catalog import resolve
 from deploy.config import ClusterConfig, ConfigError, load
 from deploy.console import Stages
@@ -31,6 +31,8 @@ cli = typer.Typer(
 cli.add_typer(benchmarks.cli, name="bench")
 cli.command()(inspection.status)
 cli.command()(inspection.doctor)
+cli.command()(planning.plan)
+cli.command()(remodelling.upcycle)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")
 

@@ -34,6 +34,8 @@ from deploy.room import Demand
 from deploy.sections import ModelSection
 from deploy.service import Plan, Service, ServiceError
 from deploy.settings import coordinator_settings, group_settings, ingress_settings, native_folder
+from kvstore.layout import Precision
+from kvstore.precisions import PrecisionError
 from workers.models.spec import ModelSpec
 from workers.native.build import NativeUnavailable, built
 from workers.native.processor import Processor
@@ -192,7 +194,12 @@ def check(config: ClusterConfig, folders: Sequence[Path]) -> None:
         raise ConfigError("\n".join(faults))
     for section, folder in zip(config.sections, folders, strict=True):
         try:
-            ModelSpec.read(folder).shards(section.tensor_parallel_size)
+            spec = ModelSpec.read(folder)
+            spec.shards(section.tensor_parallel_size)
+            section.kv_precision.settle(Precision.BF16).of(spec.layers)
+        except PrecisionError as error:
+            key = ".".join(("kv_precision", error.key))
+            raise ConfigError(f"{key}: {error.message}, as {section.model} is built") from error
         except ValueError as error:
             raise ConfigError(f"{section.model} cannot be served: {error}") from error
 

@@ -40,6 +40,29 @@ def resolve(model: str, revision: str | None, progress: Progress, environment: E
     return check_folder(_from_hub(model, revision, progress))
 
 
+def local_config(model: str, revision: str | None = None) -> Path | None:
+    """The config.json of a local folder, a config.json itself, or that of a hub id as far as the hub's own cache has
+    it. Nothing is downloaded. None when `model` is neither a path nor a hub id; ModelError says what is missing."""
+    local = Path(model).expanduser()
+    if local.is_file():
+        return local
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ModelError(f"{local} has no config.json: not a model folder")
+        return local / "config.json"
+    if not _HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise ModelError(
+            f"config.json of {model} is not in the hub's cache on this machine, and it is all that is needed: "
+            f"`hf download {model} config.json` gets it, without weights; or pass a folder"
+        )
+    return Path(found)
+
+
 def check_folder(folder: Path) -> Path:
     """`folder` itself, if it has all that a model needs; else ModelError lists what is missing or cut short."""
     faults = [*_config_faults(folder), *_weight_faults(folder)]

@@ -9,17 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StrictInt,
+    field_validator,
+)
 from pydantic_core.core_schema import ValidationInfo
 
 from cluster.coordination.terms import LineBounds, Thresholds
 from deploy.sizes import parse_size
+from kvstore.precisions import AUTOMATIC, PrecisionMap
 from workers.native.processor import VARIANTS
 from workers.settings import KERNELS, WEIGHT_PRECISIONS
 
 DEFAULT_MODEL = "smollm2-135m"
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-KV_PRECISIONS = (*PRECISIONS, "int8")
 _EVERY_KERNEL = (*KERNELS, *(f"native-{variant.name}" for variant in VARIANTS))
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -45,6 +54,10 @@ def _one_of(*supported: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _precision_map(value: object) -> PrecisionMap:
+    return value if isinstance(value, PrecisionMap) else PrecisionMap.parse(value)
+
+
 def _one_or_more(value: object) -> object:
     """One name may stand without a list around it."""
     return (value,) if isinstance(value, str) else value
@@ -57,7 +70,7 @@ Forecast = Annotated[float, Field(gt=0, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Text = Annotated[str, Field(min_length=1)]
 Dtype = Annotated[str, _one_of(*PRECISIONS)]
-KVDtype = Annotated[str, _one_of(*KV_PRECISIONS)]
+KVPrecision = Annotated[PrecisionMap, PlainValidator(_precision_map), PlainSerializer(lambda given: given.plain)]
 KernelName = Annotated[str, _one_of(*_EVERY_KERNEL)]
 WeightPrecision = Annotated[str, _one_of(*WEIGHT_PRECISIONS)]
 Switch = Annotated[bool, Field(strict=True), BeforeValidator(_on_off)]
@@ -86,7 +99,7 @@ class ModelSection(Section):
     threads: Count | None = None
 
     block_size: StrictInt = 32
-    kv_precision: KVDtype = "auto"
+    kv_precision: KVPrecision = AUTOMATIC
     kv_memory: Size | None = None
     prefix_cache: Switch = True
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy.peaks import Measured, PeakMeter
 from deploy.stepwork import Peaks, Shape, Work
+from kvstore.precisions import AUTO, PrecisionMap
 from workers.engine import Engine
 from workers.errand import run_errand
 from workers.models.spec import ModelSpec
@@ -125,7 +126,12 @@ def main() -> None:
 
 def run(job: Job) -> dict[str, Any]:
     """Plain values: the kernels, how the peaks were measured, and per level what `_level` gives."""
-    settings = GroupSettings(**{**job.settings, "model_names": tuple(job.settings["model_names"]), "overlap": 1})
+    known = {
+        "model_names": tuple(job.settings["model_names"]),
+        "kv_precision": PrecisionMap.parse(job.settings.get("kv_precision", AUTO)),
+        "overlap": 1,
+    }
+    settings = GroupSettings(**{**job.settings, **known})
     rank = Rank(0, settings)
     facts = rank.load(None, HOST)
     rank.allocate(facts.blocks)

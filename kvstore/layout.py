@@ -4,8 +4,8 @@ The only file that knows sizes. It knows neither which block holds what nor what
 from the numbers here, and the store counts blocks of `KVLayout.block_size` tokens.
 
 Bytes per token per layer: `2 * kv_heads * head_dim * bytes` for MHA, GQA and MQA; `(kv_lora_rank + qk_rope_head_dim) *
-bytes` for MLA, whose joint latent is stored once. Quantised precisions add one scale per (token, head), inside the
-page, so that copies, sharing and sharding move it along.
+bytes` for MLA, whose joint latent is stored once. Quantised precisions add scales per (token, head), inside the page,
+so that copies, sharing and sharding move them along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itertools import pairwise
 
 
 class Precision(Enum):
-    """How one element is stored: `bits` per element, `scale_bytes` per (token, head) vector, inline in the page."""
+    """How one element is stored: `bits` per element, `scale_bytes` per (token, head) vector, inline in the page: an
+    fp32 scale, for INT4 a scale and the lowest value, both bf16."""
 
     FP32 = ("fp32", 32, 0)
     BF16 = ("bf16", 16, 0)
@@ -24,6 +25,7 @@ class Precision(Enum):
     FP8_E4M3 = ("fp8_e4m3", 8, 4)
     FP8_E5M2 = ("fp8_e5m2", 8, 4)
     INT8 = ("int8", 8, 4)
+    INT4 = ("int4", 4, 4)
 
     def __init__(self, label: str, bits: int, scale_bytes: int) -> None:
         self.label = label
@@ -44,29 +46,57 @@ class Precision(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKV:
-    """What one layer of one rank keeps for one token.
+class Vector:
+    """What one head keeps of one token: a key, a value, MLA's latent, or the rotated part beside it."""
 
-    `vectors` is 2 for keys and values, 1 for MLA's joint latent; `heads` KV heads of `head_dim` values each;
-    `window` is the sliding window in tokens (the query's own included), None for full attention.
+    elements: int
+    precision: Precision
+
+    @property
+    def bytes(self) -> int:
+        """Its scales included."""
+        return self.precision.vector_bytes(self.elements)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer of one rank keeps for one token: for each of its KV heads the same `vectors`.
+
+    `window` is the sliding window in tokens (the query's own included), None for full attention. Made by `pair` or
+    `latent`.
     """
 
     heads: int
-    head_dim: int
-    precision: Precision
-    vectors: int = 2
+    vectors: tuple[Vector, ...]
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.heads < 0 or self.head_dim < 1 or self.vectors not in (1, 2):
+        if self.heads < 0 or not self.vectors or any(vector.elements < 1 for vector in self.vectors):
             raise ValueError(f"not a KV shape: {self}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 token, got {self.window}")
 
+    @classmethod
+    def pair(
+        cls, heads: int, head_dim: int, key: Precision, value: Precision | None = None, window: int | None = None
+    ) -> LayerKV:
+        """Keys and values of `heads` KV heads; values like keys unless said otherwise."""
+        return cls(heads, (Vector(head_dim, key), Vector(head_dim, value or key)), window)
+
+    @classmethod
+    def latent(cls, rank: int, rope: int, precision: Precision, kept: Precision | None = None) -> LayerKV:
+        """MLA's joint latent of `rank` elements and, in precision `kept`, the `rope` rotated elements of all heads."""
+        return cls(1, (Vector(rank, precision), Vector(rope, kept or precision)))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one head keeps per token."""
+        return sum(vector.bytes for vector in self.vectors)
+
     @property
     def token_bytes(self) -> int:
         """Bytes this layer keeps per token, scales included."""
-        return self.vectors * self.heads * self.precision.vector_bytes(self.head_dim)
+        return self.heads * self.slot_bytes
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes this layer keeps for a sequence of `tokens` (a windowed layer keeps at most its window)."""
@@ -102,6 +132,11 @@ class KVLayout:
         for index, layer in enumerate(self.layers):
             members.setdefault((layer.window, self.page_bytes(index)), []).append(index)
         return tuple(LayerGroup(tuple(layers), page, window) for (window, page), layers in members.items())
+
+    @property
+    def precisions(self) -> frozenset[Precision]:
+        """All that occur."""
+        return frozenset(vector.precision for layer in self.layers for vector in layer.vectors)
 
     @property
     def token_bytes(self) -> int:

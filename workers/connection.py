@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
         """Send the challenge."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none of asyncio's by inheritance
         _notice_silence(transport.get_extra_info("socket"))
-        transport.write(self._nonce)
+        self._transport.write(self._nonce)
 
     def data_received(self, data: bytes) -> None:
         """Take in what came; end the connection when it is nothing that the other end would send."""

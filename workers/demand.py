@@ -19,11 +19,11 @@ _SAMPLING = 16
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this rank,
-    `vocabulary` is what it sees of the logits (all of it on rank 0). `item` and `kv_item` are bytes of an activation
-    and of a cached element. A gather of one-token rows names at most `gather_slots` slots, unless one row has more; 0:
-    attention gathers nothing. `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in
-    tiles."""
+    """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this
+    rank, `vocabulary` is what it sees of the logits (all of it on rank 0). `item` are bytes of an activation,
+    `slot` those that a head keeps of a token in the widest layer; `decodes`: they must become fp32 before they are
+    of use. A gather of one-token rows names at most `gather_slots` slots, unless one row has more; 0: attention
+    gathers nothing. `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in tiles."""
 
     hidden: int
     q_heads: int
@@ -32,7 +32,8 @@ class Demand:
     inner: int
     vocabulary: int
     item: int
-    kv_item: int
+    slot: int
+    decodes: bool
     gather_slots: int
     scores: bool
 
@@ -48,7 +49,7 @@ class Demand:
             if not self.gather_slots
             else (
                 self._index_bytes(singles, chunks),
-                max(gathered, longest) * 2 * self.kv_heads * self.head_dim * self._wide(self.kv_item),
+                max(gathered, longest) * self.kv_heads * self._gathered_bytes(),
                 self._score_bytes(gathered, chunks),
             )
         )
@@ -64,10 +65,14 @@ class Demand:
         return 2 * (self.item + _FP32) * self.hidden + max(heads * self.head_dim, 3 * self.item * self.inner)
 
     def _index_bytes(self, singles: list[int], chunks: list[tuple[int, int]]) -> int:
-        """Every row's index into the pool, for keys and values of each head, and the masks; all layers share them."""
+        """Every row's index into the pool, for each head, and the masks; all layers share them."""
         slots = sum(singles) + sum(length for _, length in chunks)
         masks = self.kv_heads * sum(singles) + sum(count * length for count, length in chunks if length > count)
-        return slots * 2 * self.kv_heads * _INDEX + masks * _FP32
+        return slots * self.kv_heads * _INDEX + masks * _FP32
+
+    def _gathered_bytes(self) -> int:
+        """Of one head's slot, as it is stored and in fp32."""
+        return self.slot + (2 * _FP32 * self.head_dim if self.decodes else 0)
 
     def _wide(self, item: int) -> int:
         """Bytes of one element as it is, and once more in fp32 where that is another format."""

@@ -165,8 +165,8 @@ class Rank:
         own = spec.context_length
         self._max_model_len = min(settings.max_model_len or own, own)
         dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
-        precision = Precision.parse(dtype if settings.kv_precision == "auto" else settings.kv_precision)
-        facts = (settings.revision, precision.label, settings.weight_precision, spec.rope)
+        precision = settings.kv_precision.settle(Precision.parse(dtype))
+        facts = (settings.revision, precision.spelled(spec.layers), settings.weight_precision, spec.rope)
         self._scheme = "|".join(map(str, facts)).encode()
         device = torch.device(settings.device)
         if address is None:

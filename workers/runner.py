@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import KVLayout, Precision, split_evenly
+from kvstore.precisions import PrecisionMap
 from workers.attention.backend import AttentionBackend
 from workers.attention.reference import BUCKET_SLOTS
 from workers.batch import Batcher
@@ -45,7 +46,7 @@ class Runner:
         *,
         comm: Communicator,
         block_size: int,
-        precision: Precision,
+        precision: PrecisionMap,
         dtype: str,
         device: torch.device | str = "cpu",
         max_num_seqs: int,
@@ -72,7 +73,7 @@ class Runner:
                 spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device
             )
             checkpoint.finish()
-        self._demand = self._demand_of(spec, precision)
+        self._demand = self._demand_of(spec)
 
     def allocate(self, blocks: int) -> None:
         """Make the KV pool of `blocks` blocks, all zeros; an earlier pool is let go first."""
@@ -156,7 +157,7 @@ class Runner:
                 hidden = hidden.index_select(0, batch.sampled)
             return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
 
-    def _demand_of(self, spec: ModelSpec, precision: Precision) -> Demand:
+    def _demand_of(self, spec: ModelSpec) -> Demand:
         rank, world, shard = self._comm.rank, self._comm.world, self._model.shard
         start, stop = split_evenly(spec.intermediate_size, world)[rank]
         return Demand(
@@ -167,7 +168,8 @@ class Runner:
             inner=stop - start,
             vocabulary=spec.vocab_size if rank == 0 else self._model.widths[rank],
             item=self._kernels.dtype.itemsize,
-            kv_item=precision.bits // 8,
+            slot=max(layer.slot_bytes for layer in self.layout.layers),
+            decodes=self.layout.precisions != {Precision.FP32},
             gather_slots=0 if self._kernels.in_place else BUCKET_SLOTS,
             scores=self.device.type != "cpu",
         )

@@ -77,13 +77,17 @@ def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wis
 
 def native_fault(layout: KVLayout) -> str:
     """Why the native attention cannot work on pages of `layout`; empty when it can."""
-    first = layout.layers[0]
-    if first.precision not in _NATIVE_KV:
-        return f"kv_precision {first.precision.label} is none of {', '.join(known.label for known in _NATIVE_KV)}"
+    known = ", ".join(precision.label for precision in _NATIVE_KV)
+    for precision in sorted(layout.precisions - set(_NATIVE_KV), key=lambda precision: precision.label):
+        return f"kv_precision {precision.label} is none of {known}"
     if layout.block_size % _TILE:
         return f"block_size {layout.block_size} is no multiple of {_TILE}"
-    if first.head_dim % _TILE or first.head_dim > _WIDEST_HEAD:
-        return f"heads of {first.head_dim} elements are no multiple of {_TILE} up to {_WIDEST_HEAD}"
+    for layer in layout.layers:
+        dims = {vector.elements for vector in layer.vectors}
+        if wrong := [dim for dim in dims if dim % _TILE or dim > _WIDEST_HEAD]:
+            return f"heads of {wrong[0]} elements are no multiple of {_TILE} up to {_WIDEST_HEAD}"
+        if len({vector.precision for vector in layer.vectors}) > 1:
+            return "keys and values of a layer in different precisions"
     return ""
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.precisions import AUTOMATIC, PrecisionMap
+
 KERNELS = ("auto", "native", "onednn", "torch")
 """Kinds of kernels by name; "auto" is the fastest that the device, the CPU and the weights allow."""
 STREAMS = ("socket", "ray")
@@ -21,7 +23,7 @@ class GroupSettings:
 
     `model_dir` is a folder with config.json, safetensors and tokenizer.json, readable on every rank's node.
     `model_names` are the names that clients may use, the canonical one first; `revision` identifies the weights.
-    `dtype` and `kv_precision` are "auto", "bf16", "fp16" or "fp32", `kv_precision` also "int8"; `device` is "cpu" or
+    `dtype` is "auto", "bf16", "fp16" or "fp32"; in `kv_precision` "auto" stands for that; `device` is "cpu" or
     "cuda". `kernels` is one of KERNELS, `weight_precision` one of WEIGHT_PRECISIONS; `native_dir` caches the native
     kernels that were compiled (None: a folder of the user's).
     `kv_memory` is the KV pool in bytes *per rank* (the rank that holds most heads sets the block count). None: what
@@ -40,7 +42,7 @@ class GroupSettings:
     revision: str = ""
     tensor_parallel_size: int = 1
     dtype: str = "auto"
-    kv_precision: str = "auto"
+    kv_precision: PrecisionMap = AUTOMATIC
     device: str = "cpu"
     kernels: str = "auto"
     weight_precision: str = "auto"

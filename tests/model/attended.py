@@ -42,7 +42,7 @@ class Attended:
     ) -> None:
         """`library` None: the reference, in fp32. Unused slots hold NaN for the native backend."""
         needed = sum(-(-length // block_size) for length in lengths)
-        self.pool = KVPool(KVLayout(block_size, (LayerKV(heads, dim, precision),)), needed + 1, CPU)
+        self.pool = KVPool(KVLayout(block_size, (LayerKV.pair(heads, dim, precision),)), needed + 1, CPU)
         order = list(range(needed + 1))
         random.Random(seed).shuffle(order)
         self.tables = []

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 from tests.model.localgroup import LocalGroup
 from workers.plan import GroupReport
 from workers.sequence import Request, Sampling
@@ -109,7 +111,7 @@ def settings(folder: Path, case: Case) -> GroupSettings:
         model_names=("m",),
         tensor_parallel_size=case.tp,
         dtype="fp32",
-        kv_precision="fp32",
+        kv_precision=PrecisionMap.uniform(Precision.FP32),
         block_size=16,
         max_num_seqs=16,
         max_num_batched_tokens=max(case.chunk, 16),

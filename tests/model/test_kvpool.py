@@ -1,4 +1,4 @@
-"""What lies in the pool's pages: the reference's int8 vectors with their scales, and the native kernel's tiles."""
+"""What lies in the pool's pages: the reference's slots, and the native kernel's tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvstore.layout import KVLayout, LayerKV, Precision
 from tests.model.attended import CPU, Attended
-from workers.attention.int8 import SCALE, dequantise, quantise
 from workers.kvpool import KVPool
 from workers.models.rope import Rope
 from workers.models.spec import Unsupported
@@ -18,39 +17,27 @@ from workers.rotation import Rotation, rotate
 pytestmark = pytest.mark.model
 
 
-def test_int8_is_off_by_half_a_step_at_most() -> None:
-    vectors = (
-        torch.randn(50, 3, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 50)[:, None, None]
-    )
-    stored = quantise(vectors)
-    assert (stored.dtype, stored.shape) == (torch.int8, (50, 3, 16 + SCALE))
-    back = dequantise(stored.view(-1, 16 + SCALE), torch.empty(150, 16)).view(50, 3, 16)
-    steps = vectors.abs().amax(-1, keepdim=True) / 127
-    assert ((back - vectors).abs() <= steps * 0.501).all()
-    assert torch.equal(stored[..., :16].abs().amax(-1), torch.full((50, 3), 127, dtype=torch.int8))
+_STORED = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.INT8: torch.int8}
 
 
-def test_int8_of_zeros_is_zero() -> None:
-    assert not quantise(torch.zeros(2, 16)).any()
-
-
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8])
+@pytest.mark.parametrize("precision", list(Precision))
 def test_a_pool_takes_the_layout_s_bytes_and_starts_as_zeros(precision: Precision) -> None:
-    layout = KVLayout(16, (LayerKV(3, 64, precision),) * 2)
+    layout = KVLayout(16, (LayerKV.pair(3, 64, precision),) * 2)
     pool = KVPool(layout, 700, CPU)
     assert [tuple(page.shape) for page in pool.pages] == [(700, layout.page_bytes(0))] * 2
     assert not any(page.any() for page in pool.pages)
-    assert pool.vectors(0).shape == (700 * 2 * 3 * 16, pool.width)
+    assert pool.slots(0).shape == (700 * 3 * 16, 2 * precision.vector_bytes(64))
     assert pool.pages[0].data_ptr() % 64 == 0
-    pool.values(1)[699, 15, 2] = 1
+    pool.slots(1)[pool.rows(torch.tensor(699 * 16 + 15))[2]] = 1
     assert pool.pages[1][699].any() and not pool.pages[1][:699].any() and not pool.pages[0].any()
 
 
 def test_pools_without_kernels_are_refused() -> None:
     for shape in (
-        LayerKV(1, 18, Precision.INT8),
-        LayerKV(1, 64, Precision.FP8_E4M3),
-        LayerKV(1, 64, Precision.BF16, 1),
+        LayerKV.pair(1, 18, Precision.INT8),
+        LayerKV.pair(1, 20, Precision.INT4),
+        LayerKV.latent(64, 16, Precision.BF16),
+        LayerKV.pair(1, 64, Precision.BF16, window=8),
     ):
         with pytest.raises(Unsupported):
             KVPool(KVLayout(16, (shape,)), 1, CPU)
@@ -70,9 +57,10 @@ def tiles(device: Attended, heads: int, dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first sequence as the native kernel has stored them, fp32 [tokens, heads, dim]."""
     pool, tokens = device.pool, len(device.heads[0])
     raw = pool.pages[0][list(device.tables[0])].unflatten(-1, (heads, pool.block_size // 16, -1))
-    size = 32 * dim * pool.dtype.itemsize
+    stored = _STORED[pool.layout.layers[0].vectors[0].precision]
+    size = 32 * dim * stored.itemsize
     content, scales = raw[..., :size], raw[..., size:]
-    keys, values = content.contiguous().view(pool.dtype).float().unflatten(-1, (2, -1)).unbind(-2)
+    keys, values = content.contiguous().view(stored).float().unflatten(-1, (2, -1)).unbind(-2)
     keys = keys.unflatten(-1, (dim // 2, 16, 2)).transpose(-3, -2).flatten(-2)
     values = values.unflatten(-1, (8, dim, 2)).transpose(-2, -1).flatten(-3, -2)
     if scales.numel():

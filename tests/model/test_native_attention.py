@@ -249,7 +249,7 @@ def test_a_nan_in_one_row_stays_in_it(library: Library) -> None:
 
 def backend(library: Library, block_size: int = 16, dim: int = 32, precision: Precision = Precision.BF16) -> object:
     return NativeAttention(
-        Calls(library, Workspace()), KVPool(KVLayout(block_size, (LayerKV(1, dim, precision),)), 4, CPU)
+        Calls(library, Workspace()), KVPool(KVLayout(block_size, (LayerKV.pair(1, dim, precision),)), 4, CPU)
     )
 
 

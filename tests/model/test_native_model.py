@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 from tests.model.tiny import FAMILIES, Ranks, prompt, row, save_model, tables
 from workers.selection import Wish
 
@@ -29,8 +29,9 @@ DYNAMIC = {
         ("qwen3", "int8", "auto"),
         ("mistral", "fp16", "auto"),
         ("smollm2", "int8", "int8"),
+        ("smollm2", {"default": "int8", "layers": {0: "bf16"}}, "auto"),
     ],
-    ids="-".join,
+    ids=["smollm2-bf16", "qwen3-int8", "mistral-fp16", "smollm2-int8-int8", "smollm2-mixed"],
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What makes ranks over one model."""
@@ -39,7 +40,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if family == "mistral":
         config = type(config)(**config.to_dict() | DYNAMIC)
     save_model(config, tmp_path)
-    options = {"blocks": BLOCKS, "block_size": BLOCK, "precision": Precision.parse(precision), "dtype": "bf16"}
+    options = {"blocks": BLOCKS, "block_size": BLOCK, "precision": PrecisionMap.parse(precision), "dtype": "bf16"}
     return lambda: Ranks(tmp_path, wish=Wish("native", weights), **options)
 
 

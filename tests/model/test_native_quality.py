@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 from tests.model.test_goldens import TEXT
 from workers.batch import build_batch
 from workers.kernels import Kernels
@@ -45,7 +46,7 @@ def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: 
     blocks = -(-len(tokens) // BLOCK)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         model = LlamaModel(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)
-        attention = kernels.attention(KVPool(spec.layout(BLOCK, precision, 1)[0], blocks, device))
+        attention = kernels.attention(KVPool(spec.layout(BLOCK, PrecisionMap.uniform(precision), 1)[0], blocks, device))
         row = Row(tuple(tokens), 0, (tuple(range(blocks)),), None)
         hidden = model.forward(build_batch(StepPlan(0, (row,)), BLOCK, device), attention)
         return model.logits(hidden).log_softmax(-1)

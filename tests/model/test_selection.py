@@ -27,7 +27,7 @@ SLOW = Processor("Slow CPU", frozenset())
 
 
 def layout(precision: Precision = Precision.BF16, block_size: int = 16, head_dim: int = 64) -> KVLayout:
-    return KVLayout(block_size, (LayerKV(2, head_dim, precision),) * 2)
+    return KVLayout(block_size, (LayerKV.pair(2, head_dim, precision),) * 2)
 
 
 def choose(dtype: str = "bf16", device: torch.device = CPU, shape: KVLayout | None = None, **wish: Any) -> Choice:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 from workers.models.spec import ModelSpec
 from workers.native.library import load_library
 from workers.parallel import Communicator, join_store, open_store
@@ -123,6 +124,8 @@ class Ranks:
             "max_num_batched_tokens": 64,
             "wish": Wish(kernels),
         } | options
+        if isinstance(settings["precision"], Precision):
+            settings["precision"] = PrecisionMap.uniform(settings["precision"])
         spec = ModelSpec.read(folder)
         self.world = world
         self.block_size: int = settings["block_size"]

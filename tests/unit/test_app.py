@@ -47,6 +47,7 @@ def model(folder: Path, **fields: object) -> Path:
         ({"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM"),
         ({"num_key_value_heads": 3}, {}, "num_key_value_heads 3"),
         ({}, {"tensor_parallel_size": 5}, "at most 4"),
+        ({}, {"kv_precision": {"layers": {"0-99": "int8"}}}, r"^kv_precision\.layers\.0-99: the model has layers 0 to"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_by_name(

@@ -11,6 +11,8 @@ from deploy.config import ClusterConfig, ConfigError, Environment, child_environ
 from deploy.machine import physical_cores, port_fault
 from deploy.sections import ModelSection
 from deploy.sizes import format_size, parse_size
+from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +60,8 @@ def test_sizes_are_written_for_people() -> None:
         ("host: 0.0.0.0", ["host", "allow_remote: true"]),
         ("port: 70000", ["port", "65535"]),
         ("dtype: int8", ["dtype", "'int8' is not supported", "auto, bf16, fp16, fp32"]),
-        ("kv_precision: fp8_e4m3", ["kv_precision", "'fp8_e4m3' is not supported", "fp32"]),
+        ("kv_precision: fp7", ["kv_precision", "must be one of auto, fp32, bf16", "'fp7'"]),
+        ("kv_precision: {default: int8, layers: {x: bf16}}", ["kv_precision", "layers.x", "-3- for the last three"]),
         ("kernels: cuda", ["kernels", "'cuda' is not supported", "auto, native, onednn, torch"]),
         ("kernels: 3", ["kernels", "3 is not supported"]),
         ("weight_precision: int4", ["weight_precision", "'int4' is not supported", "auto, int8"]),
@@ -185,7 +188,7 @@ def test_the_prefix_cache_is_switched_by_on_and_off(write, text: str, value: boo
 
 def test_long_dtype_names_mean_the_same(write) -> None:
     config = load(write("dtype: bfloat16\nkv_precision: float32\n"))
-    assert (config.dtype, config.kv_precision) == ("bf16", "fp32")
+    assert (config.dtype, config.kv_precision) == ("bf16", PrecisionMap.uniform(Precision.FP32))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ DEMAND = Demand(
     inner=1536,
     vocabulary=49_152,
     item=2,
-    kv_item=2,
+    slot=2 * 64 * 2,
+    decodes=True,
     gather_slots=32_768,
     scores=False,
 )
@@ -41,7 +42,7 @@ def test_a_step_without_rows_asks_for_nothing() -> None:
 
 def test_a_chunk_of_a_prompt_by_hand() -> None:
     token = 2 * (2 + 4) * 576 + max(3 * 2 * 1536, 64 * (2 * (9 + 6) + 6 * 9))
-    index = 512 * 2 * 3 * 8
+    index = 512 * 3 * 8
     gather = 512 * 2 * 3 * 64 * (2 + 4)
     assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather)
     masked = DEMAND.buffers(plan((512, 512, False)))
@@ -60,7 +61,7 @@ def test_logits_come_when_attention_is_done() -> None:
 @pytest.mark.parametrize("scores", [False, True])
 def test_more_work_never_asks_for_less(seed: int, scores: bool) -> None:
     dice = random.Random(seed)
-    demand = replace(DEMAND, scores=scores, kv_item=dice.choice([2, 4]), gather_slots=dice.choice([64, 4096]))
+    demand = replace(DEMAND, scores=scores, slot=dice.choice([256, 512]), gather_slots=dice.choice([64, 4096]))
     rows = [
         (dice.choice([1, 1, 1, 40]), dice.randrange(0, 3000), dice.random() < 0.7) for _ in range(dice.randrange(1, 9))
     ]

@@ -19,7 +19,7 @@ CLOCKS = {"time", "datetime"}
 SHELLS = {
     "workers.actors",
     "workers.attention.backend",
-    "workers.attention.int8",
+    "workers.attention.formats",
     "workers.attention.reference",
     "workers.batch",
     "workers.footprint",

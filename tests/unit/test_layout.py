@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import KVLayout, LayerKV, Precision, shard_heads, split_evenly
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector, shard_heads, split_evenly
 
 GIB = 2**30
 BF16 = Precision.BF16
 
 
 def layout(layers: int, heads: int, head_dim: int, vectors: int = 2, precision: Precision = BF16) -> KVLayout:
-    return KVLayout(16, (LayerKV(heads, head_dim, precision, vectors),) * layers)
+    return KVLayout(16, (LayerKV(heads, (Vector(head_dim, precision),) * vectors),) * layers)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_bytes_of_known_models(model: KVLayout, per_layer: int, per_token: int, 
 
 
 def test_windowed_layers_keep_their_window_and_form_a_group() -> None:
-    full, windowed = LayerKV(8, 256, BF16), LayerKV(8, 256, BF16, window=4096)
+    full, windowed = LayerKV.pair(8, 256, BF16), LayerKV.pair(8, 256, BF16, window=4096)
     gemma = KVLayout(16, (windowed, full) * 21)
     assert gemma.token_bytes == 344_064
     assert gemma.bytes_for(8192) == 21 * 8192 * (4096 + 8192)
@@ -47,6 +47,22 @@ def test_quantised_layers_carry_their_scales() -> None:
     assert layout(1, 1, 128, precision=Precision.INT8).token_bytes == 2 * (128 + 4)
     capacity = layout(30, 3, 64).block_bytes / layout(30, 3, 64, precision=Precision.INT8).block_bytes
     assert capacity == pytest.approx(1.882, abs=1e-3)
+    capacity = layout(30, 3, 64).block_bytes / layout(30, 3, 64, precision=Precision.INT4).block_bytes
+    assert capacity == pytest.approx(3.556, abs=1e-3)
+
+
+def test_layers_may_differ_and_the_sum_is_exact() -> None:
+    mixed = KVLayout(
+        16, (LayerKV.pair(3, 64, BF16), LayerKV.pair(3, 64, Precision.INT8, Precision.INT4), LayerKV.pair(3, 64, BF16))
+    )
+    assert [layer.token_bytes for layer in mixed.layers] == [768, 3 * (68 + 36), 768]
+    assert mixed.block_bytes == 16 * (768 + 312 + 768) == sum(mixed.page_bytes(index) for index in range(3))
+    assert mixed.precisions == {BF16, Precision.INT8, Precision.INT4}
+
+
+def test_mla_keeps_one_latent_and_may_keep_its_rotated_part_as_it_is() -> None:
+    assert LayerKV.latent(512, 64, BF16).token_bytes == 1152
+    assert LayerKV.latent(512, 64, Precision.INT8, BF16).token_bytes == 512 + 4 + 128
 
 
 def test_an_unknown_precision_is_named_with_the_known_ones() -> None:

@@ -11,7 +11,7 @@ from kvstore.layout import KVLayout, LayerKV, Precision
 from workers.memory import NoRoom, machine_bytes, pool_blocks, resident_bytes
 from workers.settings import GroupSettings
 
-LAYOUT = KVLayout(16, (LayerKV(2, 64, Precision.BF16),) * 3)  # 24,576 bytes per block
+LAYOUT = KVLayout(16, (LayerKV.pair(2, 64, Precision.BF16),) * 3)  # 24,576 bytes per block
 SETTINGS = GroupSettings("/models/x", ("x",), block_size=16, memory_fraction=0.5)
 
 

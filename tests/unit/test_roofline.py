@@ -35,7 +35,7 @@ DRAW = Draw()
 
 def shape(layer_item: float = 2, head_item: float = 2) -> Shape:
     spec = ModelSpec.parse(SMOLLM2)
-    layout = KVLayout(32, (LayerKV(3, 64, Precision.BF16),) * 30)
+    layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
     return Shape.of(spec, layout, layer_item=layer_item, head_item=head_item)
 
 

@@ -13,6 +13,7 @@ from deploy.config import ClusterConfig, Environment, load
 from deploy.files import file_faults
 from deploy.sections import LadderSection, LineSection
 from deploy.settings import coordinator_settings, group_settings, ingress_settings
+from kvstore.precisions import PrecisionMap
 from workers.settings import GroupSettings
 
 
@@ -55,7 +56,7 @@ def test_groups_of_all_models_share_the_machine(write) -> None:
 
 PER_MODEL = {
     "dtype": "fp32",
-    "kv_precision": "int8",
+    "kv_precision": PrecisionMap.parse({"default": "int8", "layers": {"0-2": "bf16"}}),
     "kernels": "native-avx2",
     "weight_precision": "int8",
     "block_size": 64,

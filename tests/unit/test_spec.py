@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from kvstore.layout import Precision
+from kvstore.precisions import PrecisionMap
 from workers.models.spec import ModelSpec, Unsupported
+
+BF16 = PrecisionMap.uniform(Precision.BF16)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,11 +65,11 @@ def test_families_differ_in_biases_norms_and_head_dim(
 
 def test_layout_gives_the_table_s_bytes_and_splits_heads_unevenly() -> None:
     spec = ModelSpec.parse(LLAMA)
-    assert spec.layout(16, Precision.BF16, 1)[0].token_bytes == 23_040
-    assert [layout.token_bytes for layout in spec.layout(16, Precision.BF16, 2)] == [15_360, 7_680]
-    assert [layout.layers[0].heads for layout in spec.layout(16, Precision.BF16, 9)] == [1] * 9
+    assert spec.layout(16, BF16, 1)[0].token_bytes == 23_040
+    assert [layout.token_bytes for layout in spec.layout(16, BF16, 2)] == [15_360, 7_680]
+    assert [layout.layers[0].heads for layout in spec.layout(16, BF16, 9)] == [1] * 9
     with pytest.raises(ValueError, match="10"):
-        spec.layout(16, Precision.BF16, 10)
+        spec.layout(16, BF16, 10)
 
 
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.attention.int8 import dequantise, quantise
+from kvstore.layout import LayerKV, Precision
+from workers.attention import formats
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
 from workers.rotation import rotate
@@ -26,7 +27,7 @@ BUCKET_SLOTS = 32_768
 @dataclass(frozen=True, slots=True)
 class _Decode:
     """One-token rows of similar length. `rows` int64 [B] or None for the whole batch in order; `index` into the pool's
-    vectors, flat [2, B, heads, L]; `mask` fp32 [B * heads, 1, L], 0 or -inf; `length` = L."""
+    slots, flat [B, heads, L]; `mask` fp32 [B * heads, 1, L], 0 or -inf; `length` = L."""
 
     rows: Tensor | None
     index: Tensor
@@ -36,7 +37,7 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A row of several tokens. `index` flat [2, heads, L]; `mask` fp32 [count, L], None when causal from 0."""
+    """A row of several tokens. `index` flat [heads, L]; `mask` fp32 [count, L], None when causal from 0."""
 
     first: int
     count: int
@@ -46,9 +47,9 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`write`: where the step's keys and values go, int64 [T * 2 * heads]. `narrow` (the pool's vectors) and `wide`
-    (fp32; the same memory where the pool is fp32) take one gather at a time, [largest gather, head_dim]. They are made
-    once per step, as fresh memory for every layer would cost more than the copy into it."""
+    """`write`: where the step's tokens go, int64 [T * heads]. `narrow` (slots as they are stored, uint8) and `wide`
+    (fp32, [2, largest gather, head_dim]) take one gather at a time. They are made once per step, as fresh memory for
+    every layer would cost more than the copy into it."""
 
     write: Tensor
     decodes: tuple[_Decode, ...]
@@ -56,13 +57,15 @@ class _Step:
     narrow: Tensor
     wide: Tensor
 
-    def read(self, vectors: Tensor, index: Tensor) -> Tensor:
-        """vectors[index] in fp32, [len(index), head_dim]; valid until the next read."""
-        narrow, wide = self.narrow[: len(index)], self.wide[: len(index)]
-        torch.index_select(vectors, 0, index, out=narrow)
-        if narrow.dtype == torch.int8:
-            return dequantise(narrow, wide)
-        return wide if self.wide is self.narrow else wide.copy_(narrow)
+    def read(self, slots: Tensor, index: Tensor, layer: LayerKV) -> list[Tensor]:
+        """Keys and values of slots[index] in fp32, each [len(index), head_dim]; valid until the next read."""
+        narrow = self.narrow[: len(index) * layer.slot_bytes].view(-1, layer.slot_bytes)
+        torch.index_select(slots, 0, index, out=narrow)
+        parts = narrow.split([vector.bytes for vector in layer.vectors], -1)
+        return [
+            formats.decode(part, vector.precision, wide[: len(index)])
+            for part, vector, wide in zip(parts, layer.vectors, self.wide, strict=True)
+        ]
 
 
 class ReferenceAttention:
@@ -73,6 +76,8 @@ class ReferenceAttention:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._scale = pool.head_dim**-0.5
+        self._widest = max(layer.slot_bytes for layer in pool.layout.layers)
+        self._decodes = pool.layout.precisions != {Precision.FP32}
 
     def prepare(self, batch: Batch) -> _Step:
         """Indices and masks of one step."""
@@ -82,9 +87,8 @@ class ReferenceAttention:
         gathers = [decode.index for decode in decodes] + [chunk.index for chunk in chunks]
         size = max(len(index) for index in gathers)
         pool = self._pool
-        narrow = wide = torch.empty(size, pool.width, dtype=pool.dtype, device=pool.device)
-        if pool.dtype != torch.float32:
-            wide = torch.empty(size, pool.head_dim, dtype=torch.float32, device=pool.device)
+        narrow = torch.empty(size * self._widest, dtype=torch.uint8, device=pool.device)
+        wide = torch.empty(2, size if self._decodes else 0, pool.head_dim, device=pool.device)
         return _Step(pool.rows(batch.slots).view(-1), decodes, chunks, narrow, wide)
 
     def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
@@ -95,34 +99,40 @@ class ReferenceAttention:
         first = each.shape[1] - 2 * pool.heads
         if turns is not None:
             rotate(each[:, : first + pool.heads], turns)
-        query, kv = each[:, :first], each[:, first:]
-        vectors = pool.vectors(layer)
-        fresh = quantise(kv.float()) if pool.dtype == torch.int8 else kv.to(pool.dtype)
-        vectors.index_copy_(0, step.write, fresh.reshape(-1, pool.width))
+        query = each[:, :first]
+        self._store(layer, each[:, first:].float().unflatten(1, (2, -1)).unbind(1), step)
         if len(step.decodes) == 1 and step.decodes[0].rows is None:
-            return self._attend_decode(step, vectors, query, step.decodes[0])
+            return self._attend_decode(step, layer, query, step.decodes[0])
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
         for decode in step.decodes:
             assert decode.rows is not None
-            out[decode.rows] = self._attend_decode(step, vectors, query.index_select(0, decode.rows), decode)
+            out[decode.rows] = self._attend_decode(step, layer, query.index_select(0, decode.rows), decode)
         for chunk in step.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
-            out[part] = self._attend_chunk(step, vectors, query[part], chunk)
+            out[part] = self._attend_chunk(step, layer, query[part], chunk)
         return out
 
-    def _attend_decode(self, step: _Step, vectors: Tensor, query: Tensor, decode: _Decode) -> Tensor:
+    def _store(self, layer: int, parts: Sequence[Tensor], step: _Step) -> None:
+        """Keys and values fp32 [T, heads, head_dim] into their slots."""
+        kept = self._pool.layout.layers[layer]
+        fresh = [formats.encode(part, vector.precision) for part, vector in zip(parts, kept.vectors, strict=True)]
+        self._pool.slots(layer).index_copy_(0, step.write, torch.cat(fresh, -1).view(-1, kept.slot_bytes))
+
+    def _read(self, layer: int, index: Tensor, step: _Step) -> list[Tensor]:
+        return step.read(self._pool.slots(layer), index, self._pool.layout.layers[layer])
+
+    def _attend_decode(self, step: _Step, layer: int, query: Tensor, decode: _Decode) -> Tensor:
         """[B, q_heads, head_dim] → [B, q_heads * head_dim]."""
         heads, dim = self._pool.heads, self._pool.head_dim
         rows = query.shape[0]
-        keys, values = step.read(vectors, decode.index).view(2, rows * heads, decode.length, dim).unbind(0)
+        keys, values = (part.unflatten(0, (rows * heads, -1)) for part in self._read(layer, decode.index, step))
         grouped = query.float().reshape(rows * heads, -1, dim)
         scores = torch.baddbmm(decode.mask, grouped, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(scores.softmax(-1), values).view(rows, -1).to(query.dtype)
 
-    def _attend_chunk(self, step: _Step, vectors: Tensor, query: Tensor, chunk: _Chunk) -> Tensor:
+    def _attend_chunk(self, step: _Step, layer: int, query: Tensor, chunk: _Chunk) -> Tensor:
         """[count, q_heads, head_dim] → [count, q_heads * head_dim]."""
-        heads, dim = self._pool.heads, self._pool.head_dim
-        keys, values = step.read(vectors, chunk.index).view(2, 1, heads, -1, dim).unbind(0)
+        keys, values = (part.unflatten(0, (1, self._pool.heads, -1)) for part in self._read(layer, chunk.index, step))
         out = scaled_dot_product_attention(
             query.float().transpose(0, 1)[None],
             keys,
@@ -146,7 +156,7 @@ class ReferenceAttention:
         steps = torch.arange(length, device=pool.device)
         places = torch.minimum(steps, (lengths - 1)[:, None])
         slots = tables.gather(1, places // pool.block_size) * pool.block_size + places % pool.block_size
-        index = pool.rows(slots).view(len(spans), length, 2, pool.heads).permute(2, 0, 3, 1).reshape(-1)
+        index = pool.rows(slots).view(len(spans), length, pool.heads).permute(0, 2, 1).reshape(-1)
         mask = torch.zeros(slots.shape, device=pool.device).masked_fill_(steps >= lengths[:, None], float("-inf"))
         mask = mask.repeat_interleave(pool.heads, 0)[:, None]
         firsts = [span.first for span in spans]
@@ -158,7 +168,7 @@ class ReferenceAttention:
         table = torch.tensor(span.table, device=pool.device)
         places = torch.arange(span.length, device=pool.device)
         slots = table[places // pool.block_size] * pool.block_size + places % pool.block_size
-        index = pool.rows(slots).view(span.length, 2, pool.heads).permute(1, 2, 0).reshape(-1)
+        index = pool.rows(slots).view(span.length, pool.heads).permute(1, 0).reshape(-1)
         mask = None
         if span.start:
             mask = torch.zeros(span.count, span.length, device=pool.device)

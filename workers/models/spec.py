@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.layout import HeadShard, KVLayout, LayerKV, Precision, shard_heads
+from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
+from kvstore.precisions import PrecisionMap
 from workers.models.rope import Rope, Unsupported
 
 __all__ = ["ModelSpec", "Rope", "Unsupported"]
@@ -141,10 +142,14 @@ class ModelSpec:
         """The attention heads of each rank; ValueError when there are more ranks than query heads."""
         return shard_heads(self.q_heads, self.kv_heads, ranks)
 
-    def layout(self, block_size: int, precision: Precision, ranks: int) -> tuple[KVLayout, ...]:
-        """The pages of each rank, `block_size` tokens per block."""
+    def layout(self, block_size: int, precision: PrecisionMap, ranks: int) -> tuple[KVLayout, ...]:
+        """The pages of each rank, `block_size` tokens per block. PrecisionError for a map that names layers that are
+        not there; what is "auto" in it must have been settled."""
+        stored = precision.of(self.layers)
         return tuple(
-            KVLayout(block_size, (LayerKV(shard.kv_heads, self.head_dim, precision),) * self.layers)
+            KVLayout(
+                block_size, tuple(LayerKV.pair(shard.kv_heads, self.head_dim, one.key, one.value) for one in stored)
+            )
             for shard in self.shards(ranks)
         )
 

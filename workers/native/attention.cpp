@@ -29,6 +29,7 @@ const Row& row_of(const tg_attention& work, int token) {
 void cache(const Layer& layer, int token) {
     const tg_attention& work = *layer.work;
     const int dim = work.head_dim;
+    const auto format = static_cast<std::int32_t>(layer.format);
     std::uint16_t* const heads = layer.heads + token * layer.stride;
     const float* const turns = layer.turns ? layer.turns + static_cast<std::int64_t>(token) * dim : nullptr;
     if (turns)
@@ -36,18 +37,18 @@ void cache(const Layer& layer, int token) {
     const Row& row = row_of(work, token);
     const int position = row.start + token - row.first, offset = position % work.block_size;
     const std::int64_t block = work.tables[row.table + position / work.block_size];
-    const std::size_t tile_bytes = tg::TileShape(work.format, dim).bytes;
-    char* tile = layer.page + block * work.page_bytes + offset / tg::TILE_SLOTS * tile_bytes;
+    const std::size_t tile_bytes = tg::TileShape(format, dim).bytes;
+    char* tile = layer.page + block * layer.page_bytes + offset / tg::TILE_SLOTS * tile_bytes;
     const std::uint16_t* key = heads + work.q_heads * dim;
     for (int head = 0; head < work.kv_heads; ++head) {
-        tg::cache_token(key, key + work.kv_heads * dim, turns, dim, work.format, offset % tg::TILE_SLOTS, tile);
+        tg::cache_token(key, key + work.kv_heads * dim, turns, dim, format, offset % tg::TILE_SLOTS, tile);
         key += dim;
         tile += work.block_size / tg::TILE_SLOTS * tile_bytes;
     }
 }
 
 void attend(const Layer& layer, int rank) {
-    switch (layer.work->format) {
+    switch (layer.format) {
         case tg::BF16: return tg::attend_bf16(layer, rank);
         case tg::FP16: return tg::attend_fp16(layer, rank);
         default: return tg::attend_int8(layer, rank);

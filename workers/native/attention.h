@@ -32,13 +32,12 @@ extern "C" {
 // Python's part of it mirrors this field by field.
 struct tg_attention {
     // The pool and the model.
-    std::int32_t q_heads, kv_heads, head_dim, block_size, blocks, format;
+    std::int32_t q_heads, kv_heads, head_dim, block_size, blocks;
     std::int32_t window;  // positions that a token sees, its own included; 0: all
     float scale;          // of the product of query and key
     float soft_cap;       // scores s become soft_cap * tanh(s / soft_cap); 0: as they are
     // The step.
     std::int32_t tokens, row_count, table_count;
-    std::int64_t page_bytes;
     const tg::Row* rows;
     const std::int32_t* tables;
     // What tg_attention_plan() fills, in memory of Python's: so much there is, and so much is needed.

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore.layout import Precision
 from workers.batch import Batch
 from workers.kvpool import KVPool
 from workers.models.spec import Unsupported
 from workers.native.calls import Call, Calls
 
-_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.int8: 2}
+_FORMATS = {Precision.BF16: 0, Precision.FP16: 1, Precision.INT8: 2}
 _TILE = 16
 _MOST_DIM = 256
 _UNIT_BYTES = 36
@@ -31,12 +32,11 @@ class _Work(ctypes.Structure):
     """tg_attention of workers/native/attention.h, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "block_size", "blocks", "format")),
+        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "block_size", "blocks")),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("tokens", "row_count", "table_count")),
-        ("page_bytes", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("rows", "tables", "units", "partials", "pending", "scratch")),
         *((name, ctypes.c_int64) for name in ("unit_room", "partial_room", "scratch_room")),
         *((name, ctypes.c_int64) for name in ("unit_count", "partial_count", "scratch_count")),
@@ -52,6 +52,8 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("work", ctypes.c_void_p),
         ("page", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("format", ctypes.c_int64),
         ("heads", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("turns", ctypes.c_void_p),
@@ -63,8 +65,8 @@ class NativeAttention:
     """The backend over `pool` for bf16 heads of pool.head_dim; softmax scale 1 / sqrt(head_dim).
 
     `window`: how many positions a token sees, its own included; `soft_cap`: scores s become cap * tanh(s / cap); None:
-    all, as they are. Raises Unsupported for a pool on another device, in another precision than bf16, fp16 and int8, or
-    with a block_size or head_dim that is no multiple of 16 (head_dim: up to 256).
+    all, as they are. Raises Unsupported for a pool on another device, with a layer in another precision than one
+    of bf16, fp16 and int8, or with a block_size or head_dim that is no multiple of 16 (head_dim: up to 256).
     """
 
     name = "native"
@@ -81,17 +83,16 @@ class NativeAttention:
         self._pool = pool
         self._calls = calls
         self._plan = calls.library.function("tg_attention_plan", ctypes.c_void_p)
-        self._pages = [page.data_ptr() for page in pool.pages]
+        layers = zip(pool.pages, pool.layout.layers, strict=True)
+        self._pages = [(page.data_ptr(), page.shape[1], _FORMATS[kept.vectors[0].precision]) for page, kept in layers]
         self._work = _Work(
             kv_heads=pool.heads,
             head_dim=pool.head_dim,
             block_size=pool.block_size,
             blocks=pool.blocks,
-            format=_FORMATS[pool.dtype],
             window=window or 0,
             scale=pool.head_dim**-0.5,
             soft_cap=soft_cap or 0.0,
-            page_bytes=pool.pages[0].shape[1],
         )
         self._address = ctypes.addressof(self._work)
         self._layer = _Layer(work=self._address)
@@ -137,7 +138,8 @@ class NativeAttention:
             place = turns.data_ptr()
         out = self._calls.workspace.take("attended", tokens, self._columns, torch.bfloat16)
         call = self._layer
-        call.page, call.heads, call.stride = self._pages[layer], heads.data_ptr(), heads.stride(0)
+        call.page, call.page_bytes, call.format = self._pages[layer]
+        call.heads, call.stride = heads.data_ptr(), heads.stride(0)
         call.turns, call.out = place, out.data_ptr()
         self._attend()
         return out
@@ -174,8 +176,12 @@ def _check_pool(pool: KVPool) -> None:
     """Raises Unsupported."""
     if pool.device.type != "cpu":
         raise Unsupported(f"native attention computes on a CPU, not on {pool.device}")
-    if pool.dtype not in _FORMATS:
-        raise Unsupported(f"native attention reads bf16, fp16 and int8, not {pool.dtype}")
+    for layer in pool.layout.layers:
+        stored = {vector.precision for vector in layer.vectors}
+        if len(stored) > 1 or not stored <= set(_FORMATS):
+            names = " and ".join(sorted(precision.label for precision in stored))
+            known = ", ".join(precision.label for precision in _FORMATS)
+            raise Unsupported(f"native attention reads {known}, one of them in a layer, not {names}")
     if pool.head_dim % _TILE or not 0 < pool.head_dim <= _MOST_DIM:
         raise Unsupported(f"native attention needs a head_dim that is a multiple of 16 up to 256, got {pool.head_dim}")
     if pool.block_size % _TILE:

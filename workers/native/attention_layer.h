@@ -9,7 +9,8 @@ namespace tg {
 // Python's part of it mirrors this field by field.
 struct Layer {
     const tg_attention* work;
-    char* page;            // of the pool
+    char* page;            // the layer's part of the pool
+    std::int64_t page_bytes, format;
     std::uint16_t* heads;  // bf16 [tokens][stride]: queries, keys and values side by side
     std::int64_t stride;
     const float* turns;  // cosine and sine, [tokens][head_dim], or null

@@ -16,7 +16,7 @@ inline void attend_units(const Layer& layer, int rank) {
     };
     const std::size_t share = Scratch::bytes(work.head_dim);
     const Scratch scratch(work.scratch + rank * share, work.head_dim);
-    Walk<Dot> walk(work, layer.page, layer.heads, layer.stride, scratch);
+    Walk<Dot> walk(layer, scratch);
     const Unit* next = take();
     while (const Unit* const unit = next) {
         next = take();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_cache.h"
+#include "attention_layer.h"
 #include "attention_products.h"
 #include "attention_softmax.h"
 #include "attention_totals.h"
@@ -14,11 +15,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 template <class Dot>
 class Walk {
   public:
-    // `page` is the layer's part of the pool; queries lie in `heads`, `stride` elements per token.
-    Walk(const tg_attention& work, const char* page, const std::uint16_t* heads, std::int64_t stride,
-         const Scratch& scratch)
-        : work_(work), page_(page), heads_(heads), stride_(stride), scratch_(scratch),
-          shape_(work.format, work.head_dim), dim_(work.head_dim) {}
+    Walk(const Layer& layer, const Scratch& scratch)
+        : layer_(layer), work_(*layer.work), scratch_(scratch),
+          shape_(static_cast<std::int32_t>(layer.format), work_.head_dim), dim_(work_.head_dim) {}
 
     // Attend for `unit`: to `out`, or to its place in the partial sums. `next`, or null, is the unit that comes after
     // it, whose first keys are fetched ahead.
@@ -51,7 +50,7 @@ class Walk {
             Query* const to = reinterpret_cast<Query*>(scratch_.queries) + i * dim_;
             scratch_.position[i] = place.position(i);
             scratch_.factor[i] =
-                work_.scale * LOG2_E * take_query<Dot>(heads_ + place.offset(i, stride_), to, dim_);
+                work_.scale * LOG2_E * take_query<Dot>(layer_.heads + place.offset(i, layer_.stride), to, dim_);
         }
     }
 
@@ -75,12 +74,12 @@ class Walk {
     // The tiles of the keys [base, base + keys) of the unit's head, and the first one in place of those behind them.
     void find_tiles(const Place& place, int base, int keys, const char** tiles) const {
         const int per_block = work_.block_size / TILE_SLOTS, index = base / TILE_SLOTS;
-        const char* const head = page_ + static_cast<std::size_t>(place.unit.head) * per_block * shape_.bytes;
+        const char* const head = layer_.page + static_cast<std::size_t>(place.unit.head) * per_block * shape_.bytes;
         const std::int32_t* block = work_.tables + place.row.table + index / per_block;
         int within = index % per_block;
-        const char* const first = head + *block * work_.page_bytes + within * shape_.bytes;
+        const char* const first = head + *block * layer_.page_bytes + within * shape_.bytes;
         for (int i = 0; i < STEP_KEYS / TILE_SLOTS; ++i) {
-            tiles[i] = i * TILE_SLOTS < keys ? head + *block * work_.page_bytes + within * shape_.bytes : first;
+            tiles[i] = i * TILE_SLOTS < keys ? head + *block * layer_.page_bytes + within * shape_.bytes : first;
             if (++within < per_block) continue;
             within = 0;
             ++block;
@@ -143,10 +142,8 @@ class Walk {
         multiply_values<Dot, Queries>(values, weights, fades, units, ahead_, scratch_.sums + first * dim_);
     }
 
+    const Layer& layer_;
     const tg_attention& work_;
-    const char* const page_;
-    const std::uint16_t* const heads_;
-    const std::int64_t stride_;
     const Scratch& scratch_;
     const TileShape shape_;
     const int dim_;

@@ -1,0 +1,92 @@
+"""Formats: vectors of the KV cache as bytes, in every precision, with their scales behind them. It knows no pool.
+
+A vector is stored by itself: what one token holds never changes how another is read. Integers and FP8 are symmetric, a
+vector's largest magnitude becomes the format's largest number; INT4 has 15 steps from the vector's lowest value to its
+highest, two elements to a byte, the even one in the low half. Inf and NaN spoil the vector that they stand in and
+no other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvstore.layout import Precision, Vector
+
+PLAIN = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+"""Stored as they are."""
+_SCALED = {
+    Precision.INT8: (torch.int8, 127.0),
+    Precision.FP8_E4M3: (torch.float8_e4m3fn, 448.0),
+    Precision.FP8_E5M2: (torch.float8_e5m2, 57_344.0),
+}
+"""Type and largest number."""
+_STEPS = 15
+_ALIGNED = 4
+"""Bytes that a scale's place is a multiple of."""
+
+
+def fault(vectors: tuple[Vector, ...]) -> str:
+    """Why vectors that lie behind each other cannot be read as numbers; empty when they can."""
+    at = 0
+    for vector in vectors:
+        elements = vector.precision.bits * vector.elements // 8
+        if vector.elements * vector.precision.bits % 8 or (vector.precision.scale_bytes and elements % _ALIGNED):
+            least = _ALIGNED * 8 // vector.precision.bits
+            return f"{vector.precision.label} needs a head_dim that is a multiple of {least}, got {vector.elements}"
+        if (at + vector.bytes) % _ALIGNED:
+            return f"{vector.elements} elements in {vector.precision.label} are no multiple of {_ALIGNED} bytes"
+        at += vector.bytes
+    return ""
+
+
+def encode(vectors: Tensor, precision: Precision) -> Tensor:
+    """fp32 [..., d] → uint8 [..., bytes of a vector]."""
+    if precision in PLAIN:
+        return vectors.to(PLAIN[precision]).contiguous().view(torch.uint8)
+    if precision is Precision.INT4:
+        return _encode_int4(vectors)
+    dtype, most = _SCALED[precision]
+    scales = vectors.abs().amax(-1, keepdim=True) / most
+    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
+    # The rounding of scale and quotient may pass the largest number by a hair, which e5m2 would make infinite.
+    elements = (vectors * inverse).clamp_(-most, most)
+    if dtype == torch.int8:
+        elements = elements.round_()
+    return torch.cat((elements.to(dtype).view(torch.uint8), scales.view(torch.uint8)), -1)
+
+
+def decode(stored: Tensor, precision: Precision, out: Tensor) -> Tensor:
+    """uint8 [n, bytes of a vector] → `out`, fp32 [n, d]. Rows may be apart, each is contiguous; for fp32 they are read
+    where they lie, and `out` is not used."""
+    if precision is Precision.FP32:
+        return stored.view(torch.float32)
+    if precision in PLAIN:
+        return out.copy_(stored.view(PLAIN[precision]))
+    if precision is Precision.INT4:
+        return _decode_int4(stored, out)
+    dtype, size = _SCALED[precision][0], out.shape[-1]
+    elements, scales = stored[:, :size].view(dtype), stored[:, size:].view(torch.float32)
+    if dtype == torch.int8:
+        return torch.mul(elements, scales, out=out)
+    return out.copy_(elements).mul_(scales)
+
+
+def _encode_int4(vectors: Tensor) -> Tensor:
+    """Elements are counted from the lowest value as it is stored, in steps as they are stored."""
+    lowest = vectors.amin(-1, keepdim=True).bfloat16()
+    span = vectors.amax(-1, keepdim=True) - lowest.float()
+    steps = (span / _STEPS).bfloat16()
+    inverse = torch.where(steps > 0, 1.0 / steps.float(), 0.0)
+    counts = ((vectors - lowest.float()) * inverse).round_().clamp_(0, _STEPS).to(torch.uint8)
+    packed = counts[..., 0::2] | counts[..., 1::2] << 4
+    return torch.cat((packed, steps.view(torch.uint8), lowest.view(torch.uint8)), -1)
+
+
+def _decode_int4(stored: Tensor, out: Tensor) -> Tensor:
+    half = out.shape[-1] // 2
+    packed, scales = stored[:, :half], stored[:, half:].view(torch.bfloat16).float()
+    steps, lowest = scales[:, :1], scales[:, 1:]
+    out[:, 0::2] = (packed & 15).float()
+    out[:, 1::2] = (packed >> 4).float()
+    return out.mul_(steps).add_(lowest)
