@@ -70,8 +70,7 @@ def measure(
     run: Run | None = None,
 ) -> list[Start]:
     """`starts` processes, one after the other, each with all `levels`. Raises ServerError when one fails."""
-    told = asdict(settings) | {"kv_precision": settings.kv_precision.plain}
-    job = {"settings": told, "levels": list(levels), "seed": seed}
+    job = {"settings": settings.plain, "levels": list(levels), "seed": seed}
     job |= {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     found = []
     for number in range(starts):

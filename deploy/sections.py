@@ -23,14 +23,13 @@ from pydantic_core.core_schema import ValidationInfo
 
 from cluster.coordination.terms import LineBounds, Thresholds
 from deploy.sizes import parse_size
-from kvstore.precisions import AUTOMATIC, PrecisionMap
+from kvstore.precisions import AUTOMATIC, LONG_NAMES, PrecisionMap
 from workers.native.processor import VARIANTS
 from workers.settings import KERNELS, WEIGHT_PRECISIONS
 
 DEFAULT_MODEL = "smollm2-135m"
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 _EVERY_KERNEL = (*KERNELS, *(f"native-{variant.name}" for variant in VARIANTS))
-_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LINE = LineBounds()
 _LADDER = Thresholds()
@@ -46,7 +45,7 @@ def _one_of(*supported: str) -> BeforeValidator:
     """One of these words; precisions may have torch's long names."""
 
     def check(value: object) -> object:
-        name = _LONG_NAMES.get(value, value) if isinstance(value, str) else value
+        name = LONG_NAMES.get(value, value) if isinstance(value, str) else value
         if name not in supported:
             raise ValueError(f"{value!r} is not supported; supported: {', '.join(supported)}")
         return name

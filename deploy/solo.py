@@ -13,13 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deploy.peaks import Measured, PeakMeter
 from deploy.stepwork import Peaks, Shape, Work
-from kvstore.precisions import AUTO, PrecisionMap
 from workers.engine import Engine
 from workers.errand import run_errand
 from workers.models.spec import ModelSpec
@@ -126,12 +125,7 @@ def main() -> None:
 
 def run(job: Job) -> dict[str, Any]:
     """Plain values: the kernels, how the peaks were measured, and per level what `_level` gives."""
-    known = {
-        "model_names": tuple(job.settings["model_names"]),
-        "kv_precision": PrecisionMap.parse(job.settings.get("kv_precision", AUTO)),
-        "overlap": 1,
-    }
-    settings = GroupSettings(**{**job.settings, **known})
+    settings = replace(GroupSettings.parse(job.settings), overlap=1)
     rank = Rank(0, settings)
     facts = rank.load(None, HOST)
     rank.allocate(facts.blocks)

@@ -16,6 +16,8 @@ from kvstore.layout import Precision
 
 AUTO = "auto"
 """The precision of the model's activations, whatever that is."""
+LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+"""Torch's, which many write."""
 LABELS = (AUTO, *(precision.label for precision in Precision))
 
 _RANGE = re.compile(r"(-?\d+)(?:(-)(-?\d+)?)?")
@@ -173,14 +175,10 @@ AUTOMATIC = PrecisionMap()
 
 
 def _word(given: object, key: str) -> str:
-    """Torch's long names, which many write, are known too."""
-    text = _LONG.get(str(given), str(given))
+    text = LONG_NAMES.get(str(given), str(given))
     if text not in LABELS:
         raise PrecisionError(key, f"must be one of {', '.join(LABELS)}, got {_shown(given)}")
     return text
-
-
-_LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32"}
 
 
 def _path(*keys: str) -> str:

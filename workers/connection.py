@@ -152,16 +152,18 @@ class Connection(asyncio.Protocol):
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > MOST_BYTES:
             raise ValueError(f"a message of {length} bytes")
-        if (frame := self._taken(_LENGTH.size + length)) is None:
+        if (frame := self._taken(length, _LENGTH.size)) is None:
             return False
-        self._receive(self, unpack(frame[_LENGTH.size :]))
+        self._receive(self, unpack(frame))
         return True
 
-    def _taken(self, count: int) -> bytes | None:
-        if len(self._buffer) < count:
+    def _taken(self, count: int, skipped: int = 0) -> bytes | None:
+        """So many bytes off the buffer, what stands before them thrown away; None while they are not all there."""
+        end = skipped + count
+        if len(self._buffer) < end:
             return None
-        taken = bytes(self._buffer[:count])
-        del self._buffer[:count]
+        taken = bytes(memoryview(self._buffer)[skipped:end])
+        del self._buffer[:end]
         return taken
 
     def _proof(self, role: Role, challenge: bytes, own: bytes) -> bytes:

@@ -10,20 +10,16 @@ from pathlib import Path
 
 import torch
 
-from kvstore.layout import KVLayout, Precision
+from kvstore.layout import KVLayout
 from workers.kernels import Kernels
 from workers.layers import TorchKernels
 from workers.models.spec import Unsupported
+from workers.native.attention import layout_fault
 from workers.native.kernels import NativeKernels
 from workers.native.library import NativeUnavailable, load_library
 from workers.native.processor import Processor
 from workers.settings import KERNELS, WEIGHT_PRECISIONS
 from workers.weights import DTYPES
-
-_NATIVE_KV = (Precision.BF16, Precision.FP16, Precision.INT8)
-_TILE = 16
-"""Tokens and elements that the native attention takes at once: block_size and head_dim are multiples of it."""
-_WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +71,11 @@ def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wis
         return Choice(_torch(dtype, device, "auto"), str(error), second_best=True)
 
 
-def native_fault(layout: KVLayout) -> str:
-    """Why the native attention cannot work on pages of `layout`; empty when it can."""
-    known = ", ".join(precision.label for precision in _NATIVE_KV)
-    for precision in sorted(layout.precisions - set(_NATIVE_KV), key=lambda precision: precision.label):
-        return f"kv_precision {precision.label} is none of {known}"
-    if layout.block_size % _TILE:
-        return f"block_size {layout.block_size} is no multiple of {_TILE}"
-    for layer in layout.layers:
-        dims = {vector.elements for vector in layer.vectors}
-        if wrong := [dim for dim in dims if dim % _TILE or dim > _WIDEST_HEAD]:
-            return f"heads of {wrong[0]} elements are no multiple of {_TILE} up to {_WIDEST_HEAD}"
-        if len({vector.precision for vector in layer.vectors}) > 1:
-            return "keys and values of a layer in different precisions"
-    return ""
-
-
 def _native(device: torch.device, layout: KVLayout, wish: Wish, variant: str | None) -> Kernels:
     """Raises Unsupported with the reason."""
     if device.type != "cpu":
         raise Unsupported(f"native kernels run on a CPU, not on {device.type}")
-    if fault := native_fault(layout):
+    if fault := layout_fault(layout):
         raise Unsupported(f"native kernels cannot be used: {fault}")
     try:
         library = load_library(wish.folder, variant=variant)

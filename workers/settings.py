@@ -5,7 +5,9 @@ Knows neither YAML nor environment variables nor other groups: `deploy.config` m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from kvstore.precisions import AUTOMATIC, PrecisionMap
 
@@ -61,3 +63,14 @@ class GroupSettings:
     threads: int | None = None
     step_timeout_s: float = 60.0
     flight_dir: str | None = None
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> Self:
+        """The settings that `plain` says."""
+        names, precision = tuple(plain["model_names"]), PrecisionMap.parse(plain["kv_precision"])
+        return cls(**{**plain, "model_names": names, "kv_precision": precision})
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has them, for a process that Ray does not start."""
+        return asdict(self) | {"kv_precision": self.kv_precision.plain}

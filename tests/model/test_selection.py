@@ -14,10 +14,11 @@ import torch
 from kvstore.layout import KVLayout, LayerKV, Precision
 from tests.model.tiny import FAMILIES, save_model
 from workers.models.spec import Unsupported
+from workers.native.attention import layout_fault
 from workers.native.library import NativeUnavailable
 from workers.native.processor import Processor
 from workers.rank import Rank, RankFacts
-from workers.selection import Choice, Wish, choose_kernels, native_fault
+from workers.selection import Choice, Wish, choose_kernels
 from workers.settings import GroupSettings
 
 pytestmark = pytest.mark.model
@@ -97,7 +98,7 @@ def test_kernels_that_cannot_be_had_are_replaced_with_a_reason() -> None:
     ],
 )
 def test_pages_that_the_native_attention_cannot_read(shape: KVLayout, says: str) -> None:
-    assert says in native_fault(shape)
+    assert says in layout_fault(shape)
     choice = choose(shape=shape)
     assert choice.kernels.name.startswith("onednn-") and choice.second_best and says in choice.why
     with pytest.raises(Unsupported, match=says):
@@ -107,7 +108,7 @@ def test_pages_that_the_native_attention_cannot_read(shape: KVLayout, says: str)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.INT8])
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 def test_pages_that_it_can(precision: Precision, head_dim: int) -> None:
-    assert native_fault(layout(precision, 48, head_dim)) == ""
+    assert layout_fault(layout(precision, 48, head_dim)) == ""
 
 
 @pytest.mark.parametrize("name", ["torch-fp32", "torch-bf16", "torch-fp16", "onednn-fp32"])

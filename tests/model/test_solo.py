@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +108,7 @@ def test_a_closed_loop_is_told_step_by_step(folder: Path, quick: None, one_threa
         max_num_seqs=8,
         max_num_batched_tokens=64,
     )
-    told = asdict(settings) | {"kv_precision": settings.kv_precision.plain}
-    job = {"settings": told, "levels": (1, 3), "prompt_tokens": 40, "max_tokens": 5, "seed": 3}
+    job = {"settings": settings.plain, "levels": (1, 3), "prompt_tokens": 40, "max_tokens": 5, "seed": 3}
     found = json.loads(json.dumps(solo.run(Job(**json.loads(json.dumps(job))))))
     assert found["kernels"] == "torch-fp32" and found["threads"] == 1
     one, three = found["levels"]

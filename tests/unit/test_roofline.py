@@ -137,7 +137,7 @@ def test_each_start_gets_the_same_job_and_results_are_json() -> None:
 
 
 def test_an_engine_that_fails_says_why() -> None:
-    job = {"settings": {"model_dir": "/nowhere", "model_names": ["m"]}, "levels": [1], "prompt_tokens": 1}
+    job = {"settings": GroupSettings("/nowhere", ("m",)).plain, "levels": [1], "prompt_tokens": 1}
     with pytest.raises(ServerError, match=r"(?s)the engine failed.*nowhere"):
         roofline.in_a_process({**job, "max_tokens": 1, "seed": 0})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,9 @@ def test_a_named_file_that_is_of_no_use_is_told_with_its_key(
 def test_a_secret_named_by_the_environment_is_looked_at_too(tmp_path: Path) -> None:
     (fault,) = file_faults(ClusterConfig(), Environment(tmp_path, str(tmp_path / "absent")))
     assert fault.startswith("namespace_secret_file: ") and "cannot be read" in fault
+
+
+def test_group_settings_come_back_from_json() -> None:
+    """As they travel to a process that Ray does not start."""
+    settings = told(ClusterConfig.model_validate({**PER_MODEL, **PER_SERVICE}))
+    assert GroupSettings.parse(json.loads(json.dumps(settings.plain))) == settings

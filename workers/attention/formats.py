@@ -41,9 +41,10 @@ def fault(vectors: tuple[Vector, ...]) -> str:
 
 
 def encode(vectors: Tensor, precision: Precision) -> Tensor:
-    """fp32 [..., d] → uint8 [..., bytes of a vector]."""
+    """[..., d] in any float dtype, each vector contiguous → uint8 [..., bytes of a vector]."""
     if precision in PLAIN:
-        return vectors.to(PLAIN[precision]).contiguous().view(torch.uint8)
+        return vectors.to(PLAIN[precision]).view(torch.uint8)
+    vectors = vectors.float()
     if precision is Precision.INT4:
         return _encode_int4(vectors)
     dtype, most = _SCALED[precision]

@@ -100,7 +100,7 @@ class ReferenceAttention:
         if turns is not None:
             rotate(each[:, : first + pool.heads], turns)
         query = each[:, :first]
-        self._store(layer, each[:, first:].float().unflatten(1, (2, -1)).unbind(1), step)
+        self._store(layer, each[:, first:].unflatten(1, (2, -1)).unbind(1), step)
         if len(step.decodes) == 1 and step.decodes[0].rows is None:
             return self._attend_decode(step, layer, query, step.decodes[0])
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
@@ -113,7 +113,7 @@ class ReferenceAttention:
         return out
 
     def _store(self, layer: int, parts: Sequence[Tensor], step: _Step) -> None:
-        """Keys and values fp32 [T, heads, head_dim] into their slots."""
+        """Keys and values [T, heads, head_dim] into their slots."""
         kept = self._pool.layout.layers[layer]
         fresh = [formats.encode(part, vector.precision) for part, vector in zip(parts, kept.vectors, strict=True)]
         self._pool.slots(layer).index_copy_(0, step.write, torch.cat(fresh, -1).view(-1, kept.slot_bytes))

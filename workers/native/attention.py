@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.layout import Precision
+from kvstore.layout import KVLayout, Precision
 from workers.batch import Batch
 from workers.kvpool import KVPool
 from workers.models.spec import Unsupported
@@ -172,20 +172,28 @@ class NativeAttention:
             raise ValueError(f"a row's blocks do not cover it or are not among the pool's {self._pool.blocks}")
 
 
+def layout_fault(layout: KVLayout) -> str:
+    """Why native attention cannot work on pages of `layout`; empty when it can."""
+    for layer in layout.layers:
+        stored = {vector.precision for vector in layer.vectors}
+        if strange := sorted(precision.label for precision in stored - set(_FORMATS)):
+            return f"kv_precision {strange[0]} is none of {', '.join(known.label for known in _FORMATS)}"
+        if len(stored) > 1:
+            return "keys and values of a layer in different precisions"
+        dims = {vector.elements for vector in layer.vectors}
+        if wrong := [dim for dim in dims if dim % _TILE or dim > _MOST_DIM]:
+            return f"heads of {wrong[0]} elements are no multiple of {_TILE} up to {_MOST_DIM}"
+    if layout.block_size % _TILE:
+        return f"block_size {layout.block_size} is no multiple of {_TILE}"
+    return ""
+
+
 def _check_pool(pool: KVPool) -> None:
     """Raises Unsupported."""
     if pool.device.type != "cpu":
         raise Unsupported(f"native attention computes on a CPU, not on {pool.device}")
-    for layer in pool.layout.layers:
-        stored = {vector.precision for vector in layer.vectors}
-        if len(stored) > 1 or not stored <= set(_FORMATS):
-            names = " and ".join(sorted(precision.label for precision in stored))
-            known = ", ".join(precision.label for precision in _FORMATS)
-            raise Unsupported(f"native attention reads {known}, one of them in a layer, not {names}")
-    if pool.head_dim % _TILE or not 0 < pool.head_dim <= _MOST_DIM:
-        raise Unsupported(f"native attention needs a head_dim that is a multiple of 16 up to 256, got {pool.head_dim}")
-    if pool.block_size % _TILE:
-        raise Unsupported(f"native attention needs a block_size that is a multiple of 16, got {pool.block_size}")
+    if fault := layout_fault(pool.layout):
+        raise Unsupported(f"native attention cannot be used: {fault}")
 
 
 def _described(tensor: Tensor) -> str:
