@@ -13,13 +13,16 @@ from typing import Annotated, Any
 import typer
 
 from cluster.tenants import hash_of, make_key
-from deploy import benchmarks, inspection, planning, remodelling
+from deploy import inspection
+from deploy.bench import command as benchmarks
 from deploy.catalog import resolve
 from deploy.config import ClusterConfig, ConfigError, load
 from deploy.console import Stages
 from deploy.house import strangers, tidegate_version
+from deploy.plan import command as planning
 from deploy.question import QUESTION, ask, next_steps
 from deploy.terminal import out, said_plainly
+from deploy.upcycle import command as remodelling
 
 cli = typer.Typer(
     name="tidegate",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from deploy.client import ServerError, events
+from deploy.bench.client import ServerError, events
 
 QUESTION = "What is a tide gate, in one sentence?"
 _TOKENS = 96

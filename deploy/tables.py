@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from deploy.figures import Figures, Spread
+from deploy.bench.figures import Figures, Spread
 from deploy.sizes import format_size
 
 

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deploy.client import ServerError
+from deploy.bench.client import ServerError
+from deploy.bench.prompts import PromptError
 from deploy.config import ConfigError
-from deploy.prompts import PromptError
 from deploy.wheelmodel import ModelError
 
 Tick = Callable[[str, int, int], None]

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from deploy.perplexity import Estimate, Losses, Passage, PassageError, load_model, losses
+from deploy.quality.perplexity import Estimate, Losses, Passage, PassageError, load_model, losses
 from tests.model.tiny import FAMILIES, oracle, prompt, save_model
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deploy.modelconfig import shape_of
+from deploy.plan.modelconfig import shape_of
 
 pytestmark = pytest.mark.model
 

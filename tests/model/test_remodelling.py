@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from deploy.__main__ import cli
-from deploy.perplexity import Passage, losses_of
-from deploy.remodelling import TEXT, TRAINING
+from deploy.quality.perplexity import Passage, losses_of
+from deploy.upcycle.command import TEXT, TRAINING
 from tests.model.tiny import save_model
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

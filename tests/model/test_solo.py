@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from deploy import peaks, solo
-from deploy.peaks import Measured, PeakMeter
-from deploy.solo import Format, Job
+from deploy.bench import peaks, solo
+from deploy.bench.peaks import Measured, PeakMeter
+from deploy.bench.solo import Format, Job
 from tests.model.tiny import FAMILIES, save_model
 from workers.native.library import Library, NativeUnavailable, load_library
 from workers.native.processor import VARIANTS, Processor

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deploy import upcycling
 from deploy.catalog import fingerprint
-from deploy.kvheads import INDEX, POOLABLE, KVHeads, UpcyclingError
-from deploy.perplexity import Passage, load_model, losses, losses_of
-from deploy.upcycling import pool, pooled, spread, upcycle
+from deploy.quality.perplexity import Passage, load_model, losses, losses_of
+from deploy.upcycle import upcycling
+from deploy.upcycle.kvheads import INDEX, POOLABLE, KVHeads, UpcyclingError
+from deploy.upcycle.upcycling import pool, pooled, spread, upcycle
 from tests.model.tiny import FAMILIES, Ranks, oracle, prompt, save_model
 from workers.models.spec import ModelSpec
 

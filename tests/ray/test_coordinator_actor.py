@@ -17,7 +17,7 @@ from cluster.coordination.grants import REFUSED_LATE, Ask, Grant, Outcome, Refus
 from cluster.coordination.terms import CoordinatorTerms, LineBounds
 from cluster.links import CoordinatorLink
 from cluster.settings import CoordinatorSettings
-from deploy.coordination_ray import Fleet, measure
+from deploy.bench.coordination_ray import Fleet, measure
 from tests.ray.stage import Stage, eventually
 from workers.plan import Finish
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy import bench
-from deploy.bench import Load, compare
-from deploy.client import Sample, ServerError
+from deploy.bench import load as bench
+from deploy.bench.client import Sample, ServerError
+from deploy.bench.figures import Figures, Spread, percentile
+from deploy.bench.load import Load, compare
+from deploy.bench.prompts import PromptError, file_tasks, random_tasks, session_tasks
 from deploy.config import Environment
-from deploy.figures import Figures, Spread, percentile
-from deploy.prompts import PromptError, file_tasks, random_tasks, session_tasks
 from deploy.tables import error_lines, ratios
 from tests.fake_server import FakeServer
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from deploy import coordination, coordination_ray
 from deploy.__main__ import cli
+from deploy.bench import coordination, coordination_ray
 
 runner = CliRunner()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.coordination import measure, memory
+from deploy.bench.coordination import measure, memory
 
 
 def test_a_call_costs_microseconds_at_scale() -> None:

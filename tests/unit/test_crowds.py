@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy import scenarios
-from deploy.client import ServerError
-from deploy.crowds import Target, play, ttft_ratios
-from deploy.figures import Figures
-from deploy.scenarios import BATCH, FLOOD, QUIET, Crowd, Phase, Scenario
+from deploy.bench import scenarios
+from deploy.bench.client import ServerError
+from deploy.bench.crowds import Target, play, ttft_ratios
+from deploy.bench.figures import Figures
+from deploy.bench.scenarios import BATCH, FLOOD, QUIET, Crowd, Phase, Scenario
 from tests.fake_server import FakeServer
 
 KEYS = {FLOOD: "key of the flood", QUIET: "key of the quiet one"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from deploy.kvheads import INDEX, SINGLE, KVHeads, UpcyclingError
+from deploy.upcycle.kvheads import INDEX, SINGLE, KVHeads, UpcyclingError
 from kvstore.layout import Precision
 
 DIM, HIDDEN, LAYERS = 4, 24, 2

@@ -66,7 +66,7 @@ TEXT = (
     "cluster.protocol.routes",
     "cluster.errors",
 )
-CONFIG = ("deploy.config", "deploy.catalog", "deploy.bench")
+CONFIG = ("deploy.config", "deploy.catalog", "deploy.bench.load")
 
 
 def sources() -> list[Path]:

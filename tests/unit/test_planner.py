@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deploy.modeltable import CONFIGS, MODELS, find
-from deploy.planner import (
+from deploy.plan.modeltable import CONFIGS, MODELS, find
+from deploy.plan.planner import (
     KV_PRECISIONS,
     Ask,
     Hardware,
@@ -19,7 +19,7 @@ from deploy.planner import (
     layer_kv,
     layouts,
 )
-from deploy.shapes import Attention, FeedForward, Latent, Layer, ModelShape
+from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from workers.models.spec import ModelSpec

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deploy.modelconfig import read_shape, shape_of
-from deploy.modeltable import find, unknown
+from deploy.plan.modelconfig import read_shape, shape_of
+from deploy.plan.modeltable import find, unknown
 from deploy.wheelmodel import ModelError
 
 LLAMA = {

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy import catalog, planning
+from deploy import catalog
 from deploy.__main__ import cli
-from deploy.modeltable import CONFIGS
-from deploy.planner import PlanError
-from deploy.planning import hardware_of, shape_named
+from deploy.plan import command as planning
+from deploy.plan.command import hardware_of, shape_named
+from deploy.plan.modeltable import CONFIGS
+from deploy.plan.planner import PlanError
 from deploy.wheelmodel import ModelError
 
 runner = CliRunner()

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.modeltable import find
-from deploy.planner import KV_PRECISIONS, Ask, Hardware, Plan
-from deploy.planreport import both, document, lines
-from deploy.plans import Option, advice, options, parallelism, traffic
+from deploy.plan.modeltable import find
+from deploy.plan.planner import KV_PRECISIONS, Ask, Hardware, Plan
+from deploy.plan.plans import Option, advice, options, parallelism, traffic
+from deploy.plan.report import both, document, lines
 
 GIB = 2**30
 

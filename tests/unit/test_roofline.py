@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy import roofline
 from deploy.__main__ import cli
-from deploy.client import ServerError
-from deploy.standings import Range
-from deploy.stepwork import Peaks, Shape, Work
+from deploy.bench import roofline
+from deploy.bench.client import ServerError
+from deploy.bench.standings import Range
+from deploy.bench.stepwork import Peaks, Shape, Work
 from kvstore.layout import KVLayout, LayerKV, Precision
 from workers.models.spec import ModelSpec
 from workers.plan import Draw, Row, StepPlan
@@ -150,7 +150,7 @@ def test_the_command_prints_shares_and_one_json_line(monkeypatch: pytest.MonkeyP
         return start(1.0)
 
     monkeypatch.setattr(roofline, "in_a_process", run)
-    monkeypatch.setattr("deploy.comparisons.resolve", lambda model, revision, say: tmp_path / model)
+    monkeypatch.setattr("deploy.bench.comparisons.resolve", lambda model, revision, say: tmp_path / model)
     config = tmp_path / "service.yaml"
     config.write_text("block_size: 16\ntensor_parallel_size: 2\nthreads: 3\n")
     options = ["--config", str(config), "--model", "m", "--sweep", "2,4", "--max-tokens", "9", "--rounds", "2"]

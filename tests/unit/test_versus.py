@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy import standings
 from deploy.__main__ import cli
-from deploy.busy import Process, cores, family
-from deploy.client import Sample, ServerError
+from deploy.bench import standings
+from deploy.bench.busy import Process, cores, family
+from deploy.bench.client import Sample, ServerError
+from deploy.bench.contest import Contest
+from deploy.bench.figures import Figures
+from deploy.bench.servers import StartedServer, answers, command_words, counters
+from deploy.bench.standings import Range, Turn
+from deploy.bench.versus import CLIENT, play
 from deploy.config import ConfigError
-from deploy.contest import Contest
-from deploy.figures import Figures
-from deploy.servers import StartedServer, answers, command_words, counters
-from deploy.standings import Range, Turn
-from deploy.versus import CLIENT, play
 from tests.fake_server import FakeServer
 
 PROGRAM = Path(__file__).resolve().parents[1] / "fake_server.py"

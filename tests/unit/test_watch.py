@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.probe import Probe, summary
+from deploy.bench.probe import Probe, summary
 from deploy.watch import BAR, Shot, frame, pool_bar, watch
 from tests.statuses import a_row, a_status
 
@@ -147,7 +147,7 @@ def test_a_summary_is_of_one_model_and_of_the_time_watched() -> None:
 
 
 def test_a_probe_looks_while_something_runs_and_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.probe.PERIOD_S", 0.005)
+    monkeypatch.setattr("deploy.bench.probe.PERIOD_S", 0.005)
     looks = 0
 
     def look() -> dict[str, Any]:

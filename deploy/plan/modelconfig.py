@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.shapes import Attention, FeedForward, Latent, Layer, ModelShape
+from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
 from deploy.wheelmodel import ModelError
 
 Config = Mapping[str, Any]

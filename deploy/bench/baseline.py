@@ -1,7 +1,7 @@
 """transformers' batched generate as a peer: a job as JSON on stdin, its result as one JSON line on stdout.
 
-A process of its own, so that torch is in nobody else's way: `python -m deploy.baseline`. Prompts go in static batches,
-padded on the left; every row decodes the same number of tokens. Loading and one warm-up batch are not timed.
+A process of its own, so that torch is in nobody else's way: `python -m deploy.bench.baseline`. Prompts go in static
+batches, padded on the left; every row decodes the same number of tokens. Loading and one warm-up batch are not timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plays a contest: starts its servers in turn, A B A B …, each time anew, and puts the same loads on each.
 
 A process gets other pages, and a machine other neighbours, each time: only medians over several starts, taken in turns,
-can be compared. Knows how loads are timed (`deploy.bench`) and nothing of how a server works.
+can be compared. Knows how loads are timed (`deploy.bench.load`) and nothing of how a server works.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from deploy.bench import Load, client_of, measure
-from deploy.busy import cores, family
-from deploy.contest import Contender, Contest
-from deploy.figures import Figures
-from deploy.probe import summary
-from deploy.servers import StartedServer, counters
-from deploy.standings import Turn
+from deploy.bench.busy import cores, family
+from deploy.bench.contest import Contender, Contest
+from deploy.bench.figures import Figures
+from deploy.bench.load import Load, client_of, measure
+from deploy.bench.probe import summary
+from deploy.bench.servers import StartedServer, counters
+from deploy.bench.standings import Turn
 from deploy.terminal import Tick
 
 Look = Callable[[], Mapping[str, Any]]

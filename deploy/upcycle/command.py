@@ -17,11 +17,11 @@ from rich.table import Table
 from deploy.catalog import resolve
 from deploy.config import ConfigError
 from deploy.console import Stages
-from deploy.kvheads import KVHeads, UpcyclingError
 from deploy.tables import plain_table
 from deploy.terminal import out, said_plainly
+from deploy.upcycle.kvheads import KVHeads, UpcyclingError
 
-TEXT = Path(__file__).resolve().parent / "texts" / "prose.txt"
+TEXT = Path(__file__).resolve().parents[1] / "quality" / "texts" / "prose.txt"
 """What perplexity is measured on unless a file is given: prose of this project's own."""
 
 TRAINING = (
@@ -82,8 +82,8 @@ def costs(folder: Path, heads: KVHeads, targets: Sequence[int], text: str, stage
     Raises UpcyclingError for a number that cannot be, and for a text or model that nothing can be measured with.
     """
     stages("loading torch and the model")
-    from deploy import perplexity
-    from deploy.upcycling import pooled
+    from deploy.quality import perplexity
+    from deploy.upcycle.upcycling import pooled
 
     try:
         model, passage = perplexity.load_model(folder), perplexity.Passage.read(folder, text)
@@ -120,7 +120,7 @@ def _measured(folder: Path, heads: KVHeads, targets: Sequence[int], text: str, s
 
 def _written(folder: Path, heads: KVHeads, target: int, output: Path, stages: Stages) -> dict[str, Any]:
     stages("loading torch")
-    from deploy import upcycling
+    from deploy.upcycle import upcycling
 
     after = upcycling.upcycle(folder, target, output, stages)
     saved = 1 - after.token_bytes() / heads.token_bytes()

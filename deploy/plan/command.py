@@ -14,11 +14,11 @@ from rich.table import Table
 
 from deploy.catalog import local_config
 from deploy.config import ClusterConfig
-from deploy.modelconfig import read_shape
-from deploy.modeltable import find, unknown
-from deploy.planner import KV_PRECISIONS, WEIGHT_BYTES, Ask, Hardware, Plan, PlanError
-from deploy.planreport import document, lines
-from deploy.shapes import ModelShape
+from deploy.plan.modelconfig import read_shape
+from deploy.plan.modeltable import find, unknown
+from deploy.plan.planner import KV_PRECISIONS, WEIGHT_BYTES, Ask, Hardware, Plan, PlanError
+from deploy.plan.report import document, lines
+from deploy.plan.shapes import ModelShape
 from deploy.sizes import parse_size
 from deploy.terminal import out, said_plainly
 from deploy.wheelmodel import ModelError

@@ -1,6 +1,6 @@
 """Plays a scenario on a server: every crowd's clients, phase after phase, and what each crowd got.
 
-Knows how requests are timed (`deploy.client`) and nothing of how a server works.
+Knows how requests are timed (`deploy.bench.client`) and nothing of how a server works.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
-from deploy.client import Client, Sample, first_model
-from deploy.figures import Figures
-from deploy.prompts import Step
-from deploy.scenarios import Crowd, Phase, Scenario
+from deploy.bench.client import Client, Sample, first_model
+from deploy.bench.figures import Figures
+from deploy.bench.prompts import Step
+from deploy.bench.scenarios import Crowd, Phase, Scenario
 from deploy.terminal import Tick
 
 

@@ -3,7 +3,8 @@ into a loaded model to see what it costs.
 
 The conversion is the first half of "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
 Checkpoints" (Ainslie et al., arXiv 2305.13245, section 2.1). The second half, training on, is not done here. Which
-checkpoints can be pooled is `deploy.kvheads`' to say; what a text thinks of the result, `deploy.perplexity`'s.
+checkpoints can be pooled is `deploy.upcycle.kvheads`' to say; what a text thinks of the result,
+`deploy.quality.perplexity`'s.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deploy.kvheads import INDEX, KVHeads, UpcyclingError, read_json
 from deploy.sizes import format_size
+from deploy.upcycle.kvheads import INDEX, KVHeads, UpcyclingError, read_json
 
 Progress = Callable[[str], None]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from deploy.client import ServerError
+from deploy.bench.client import ServerError
 
 READY_S, STOP_S = 600.0, 90.0
 """How long a server may take to answer, and to end by itself."""

@@ -1,5 +1,5 @@
 """From one plan to others: the settings that would fit, and what is worth knowing about those that were asked for, in
-words with numbers. Pure; how much each change takes is `deploy.planner`'s arithmetic."""
+words with numbers. Pure; how much each change takes is `deploy.plan.planner`'s arithmetic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deploy.planner import KV_PRECISIONS, Hardware, Plan, greatest
-from deploy.shapes import ModelShape
+from deploy.plan.planner import KV_PRECISIONS, Hardware, Plan, greatest
+from deploy.plan.shapes import ModelShape
 from deploy.sizes import format_size
 from kvstore.layout import Precision
 

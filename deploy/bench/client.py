@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.prompts import Message, Step
+from deploy.bench.prompts import Message, Step
 
 
 @dataclass(slots=True)

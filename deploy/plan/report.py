@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from deploy.planner import Plan, layer_kv
-from deploy.plans import USUAL_SHARE, Option, advice, options, parallelism, traffic
-from deploy.shapes import Attention
+from deploy.plan.planner import Plan, layer_kv
+from deploy.plan.plans import USUAL_SHARE, Option, advice, options, parallelism, traffic
+from deploy.plan.shapes import Attention
 from kvstore.layout import Precision
 
 

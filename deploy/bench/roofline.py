@@ -1,5 +1,5 @@
-"""How much of what the machine allows the engine reaches, over several starts: jobs for `deploy.solo`, and what they
-gave as medians, ranges and a table. Loads no torch.
+"""How much of what the machine allows the engine reaches, over several starts: jobs for `deploy.bench.solo`, and what
+they gave as medians, ranges and a table. Loads no torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from rich.table import Table
 
-from deploy.client import ServerError
-from deploy.figures import rounded
-from deploy.standings import Range
+from deploy.bench.client import ServerError
+from deploy.bench.figures import rounded
+from deploy.bench.standings import Range
 from deploy.tables import plain_table
 from deploy.terminal import Tick
 from workers.settings import GroupSettings
 
 Start = Mapping[str, Any]
-"""What one `python -m deploy.solo` gave."""
+"""What one `python -m deploy.bench.solo` gave."""
 Run = Callable[[dict[str, Any]], Start]
 PHASES = ("prefill", "decode", "mixed", "all")
 _SAID = 1500
@@ -82,11 +82,11 @@ def measure(
 def in_a_process(job: dict[str, Any]) -> Start:
     """Run `job` in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.solo"],
+        [sys.executable, "-m", "deploy.bench.solo"],
         input=json.dumps(job),
         capture_output=True,
         text=True,
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=Path(__file__).resolve().parents[2],
     )
     if done.returncode:
         raise ServerError(f"the engine failed:\n{done.stderr.strip()[-_SAID:]}")

@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.modelconfig import shape_of
-from deploy.shapes import ModelShape
+from deploy.plan.modelconfig import shape_of
+from deploy.plan.shapes import ModelShape
 from deploy.wheelmodel import ModelError
 
 _PREFIXES = ("meta-",)

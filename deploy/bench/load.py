@@ -20,9 +20,9 @@ from typing import Any
 
 import aiohttp
 
-from deploy.client import Client, Sample, ServerError, first_model
-from deploy.figures import Figures
-from deploy.prompts import Message, PromptError, Task, file_tasks, random_tasks, session_tasks
+from deploy.bench.client import Client, Sample, ServerError, first_model
+from deploy.bench.figures import Figures
+from deploy.bench.prompts import Message, PromptError, Task, file_tasks, random_tasks, session_tasks
 from deploy.terminal import Tick
 
 
@@ -151,9 +151,9 @@ def baseline(load: Load, folder: Path, *, dtype: str, threads: int) -> list[Figu
             raise PromptError("the transformers baseline runs completions only: random, shared-prefix or a prompt file")
         job = {"folder": str(folder), "dtype": dtype, "threads": threads, "batch": int(level)}
         job |= {"max_tokens": load.max_tokens, "prompts": prompts}
-        command = [sys.executable, "-m", "deploy.baseline"]
+        command = [sys.executable, "-m", "deploy.bench.baseline"]
         done = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1]
+            command, input=json.dumps(job), capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2]
         )
         if done.returncode:
             raise ServerError(f"the transformers baseline failed:\n{done.stderr.strip()[-1500:]}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from deploy.shapes import Attention, Elements, ModelShape, share
+from deploy.plan.shapes import Attention, Elements, ModelShape, share
 from kvstore.layout import KVLayout, LayerGroup, LayerKV, Precision, Vector
 from workers.demand import Demand
 from workers.plan import Draw, Row, StepPlan

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from deploy.prompts import Step, words
+from deploy.bench.prompts import Step, words
 
 BATCH: Mapping[str, object] = {"service_tier": "flex"}
 """What a request says to be of the batch class."""

@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from deploy import bench as bench_load
-from deploy import comparisons, crowds, scenarios
+from deploy.bench import comparisons, crowds, scenarios
+from deploy.bench import load as bench_load
+from deploy.bench.client import ServerError
+from deploy.bench.crowds import Target
+from deploy.bench.figures import Figures
+from deploy.bench.probe import PERIOD_S, Probe, summary
 from deploy.catalog import resolve
-from deploy.client import ServerError
 from deploy.config import DEFAULT_MODEL, ConfigError
-from deploy.crowds import Target
-from deploy.figures import Figures
 from deploy.machine import physical_cores
-from deploy.probe import PERIOD_S, Probe, summary
 from deploy.tables import error_lines, figures_table, ratios
 from deploy.terminal import Tick, bar, out, said_plainly
 
@@ -45,7 +45,7 @@ def bench(
     ] = False,
     config: Annotated[Path | None, typer.Option(help="Roofline: the service's YAML file.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name (default: the server's first).")] = None,
-    scenario: Annotated[Name | None, typer.Option(help="Press a service: see deploy/scenarios.py.")] = None,
+    scenario: Annotated[Name | None, typer.Option(help="Press a service: see deploy/bench/scenarios.py.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Scenario: seconds per phase.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="How often each server has its turn (scenario: 1) or is started (3).")
@@ -149,7 +149,7 @@ def coordinator(
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """The coordinator in plain Python: microseconds per call by size, and its memory."""
-    from deploy.coordination import show
+    from deploy.bench.coordination import show
 
     with said_plainly():
         show(calls=calls, as_json=as_json)
@@ -162,7 +162,7 @@ def pairs(
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """The coordinator's actor over Ray: place and settle pairs per second, beside an actor with empty methods."""
-    from deploy.coordination_ray import show
+    from deploy.bench.coordination_ray import show
 
     with said_plainly():
         show(seconds=seconds, rounds=rounds, as_json=as_json)

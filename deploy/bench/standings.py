@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from deploy.figures import Figures, rounded
+from deploy.bench.figures import Figures, rounded
 from deploy.tables import plain_table
 
 

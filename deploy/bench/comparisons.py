@@ -11,15 +11,15 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from deploy import roofline, standings, versus
+from deploy.bench import roofline, standings, versus
+from deploy.bench.client import ServerError
+from deploy.bench.contest import Contest
+from deploy.bench.standings import Turn
 from deploy.catalog import resolve
-from deploy.client import ServerError
 from deploy.config import ConfigError, Environment, load
 from deploy.console import Stages
-from deploy.contest import Contest
 from deploy.machine import physical_cores
 from deploy.settings import group_settings
-from deploy.standings import Turn
 from deploy.terminal import bar, out
 
 STARTS = 3

@@ -1,8 +1,8 @@
 """The engine alone, without HTTP and Ray, against what the machine allows: a job as JSON on stdin, its result as one
 JSON line on stdout.
 
-A process of its own, because what a process gets of a machine differs from start to start: `python -m deploy.solo`. One
-rank, one closed loop per level; the machine's peaks are measured before and behind each of them.
+A process of its own, as what a process gets of a machine differs from start to start: `python -m deploy.bench.solo`.
+One rank, one closed loop per level; the machine's peaks are measured before and behind each of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.peaks import Measured, PeakMeter
-from deploy.stepwork import Peaks, Shape, Work
+from deploy.bench.peaks import Measured, PeakMeter
+from deploy.bench.stepwork import Peaks, Shape, Work
 from workers.engine import Engine
 from workers.errand import run_errand
 from workers.models.spec import ModelSpec

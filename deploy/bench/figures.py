@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deploy.client import Sample
+from deploy.bench.client import Sample
 
 
 @dataclass(frozen=True, slots=True)

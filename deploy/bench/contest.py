@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cluster.documents import DocumentError, Entry, read
-from deploy.bench import Load
+from deploy.bench.load import Load
 from deploy.config import ConfigError
 
 Text = Annotated[str, Field(min_length=1)]
@@ -20,9 +20,9 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Contender(Entry):
-    """One server. `start` is a command (deploy.servers says what may stand in it), `url` where it answers then, `model`
-    the one to ask (None: its first). `reports`: it is a Tidegate, whose status says what it computed twice. `counters`
-    are Prometheus metrics of its own to look at before and after each load."""
+    """One server. `start` is a command (deploy.bench.servers says what may stand in it), `url` where it answers then,
+    `model` the one to ask (None: its first). `reports`: it is a Tidegate, whose status says what it computed twice.
+    `counters` are Prometheus metrics of its own to look at before and after each load."""
 
     name: Text
     url: Annotated[str, Field(pattern=r"^https?://")]
@@ -33,8 +33,8 @@ class Contender(Entry):
 
 
 class Round(Entry):
-    """One load at several `levels` of clients at once; what the rest means stands at `deploy.bench.Load`. `requests`
-    are per client, so that every level lasts."""
+    """One load at several `levels` of clients at once; what the rest means stands at `deploy.bench.load.Load`.
+    `requests` are per client, so that every level lasts."""
 
     name: Text
     levels: Annotated[list[Count], Field(min_length=1)]

@@ -1,0 +1,1 @@
+"""Load on servers, the engine against the machine, one server against another."""

@@ -1,0 +1,1 @@
+"""What a model takes in memory, and what fits."""
