@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 
 class Precision(Enum):
@@ -105,16 +105,20 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one block table: the same window, pages of the same byte count."""
+    """Layers that share one block table, because they have the same window."""
 
     layers: tuple[int, ...]
-    page_bytes: int
     window: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The pages of one rank: `block_size` tokens per block, one page per layer in each block of the layer's group."""
+    """The pages of one rank: `block_size` tokens per block, one page per layer in each block of the layer's group.
+
+    A block belongs to one group at a time, and any group may get it next: a block has `columns`, one for the page of
+    the group's first layer, one for that of its second, and so on. Where layers of several windows meet, the larger
+    classes are cut into groups of about the bytes of the smallest one, so that little of a block stays unused.
+    """
 
     block_size: int
     layers: tuple[LayerKV, ...]
@@ -127,11 +131,34 @@ class KVLayout:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups in order of their first layer."""
-        members: dict[tuple[int | None, int], list[int]] = {}
+        """Layer groups: those without a window first, then in order of their first layer. The same on every rank, as
+        ranks share out heads alike in all layers."""
+        members: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            members.setdefault((layer.window, self.page_bytes(index)), []).append(index)
-        return tuple(LayerGroup(tuple(layers), page, window) for (window, page), layers in members.items())
+            members.setdefault(layer.window, []).append(index)
+        sizes = {window: sum(map(self.page_bytes, layers)) for window, layers in members.items()}
+        unit = max(1, min(sizes.values()))
+        found = []
+        for window, layers in sorted(members.items(), key=lambda item: item[0] is not None):
+            parts = min(len(layers), -(-sizes[window] // unit))
+            found += [LayerGroup(tuple(layers[a:b]), window) for a, b in split_evenly(len(layers), parts)]
+        return tuple(found)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Bytes of each page of a block: column k has room for the k-th layer of any group."""
+        pages = [[self.page_bytes(layer) for layer in group.layers] for group in self.groups]
+        return tuple(max(column) for column in zip_longest(*pages, fillvalue=0))
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer, its group and its column."""
+        where = {
+            layer: (number, column)
+            for number, group in enumerate(self.groups)
+            for column, layer in enumerate(group.layers)
+        }
+        return tuple(where[layer] for layer in range(len(self.layers)))
 
     @property
     def precisions(self) -> frozenset[Precision]:
@@ -145,8 +172,8 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of this rank."""
-        return self.block_size * self.token_bytes
+        """Bytes of one block of this rank: the pages of one layer group."""
+        return sum(self.columns)
 
     def page_bytes(self, layer: int) -> int:
         """Bytes of one page of `layer`."""
@@ -156,9 +183,10 @@ class KVLayout:
         """How many whole blocks `budget` bytes buy on this rank."""
         return budget // self.block_bytes if self.block_bytes else 0
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` take in one full-attention group."""
-        return -(-tokens // self.block_size)
+    def blocks_for(self, tokens: int, window: int | None = None) -> int:
+        """Blocks that a sequence of `tokens` keeps in one layer group: those that its window touches."""
+        blocks = -(-tokens // self.block_size)
+        return blocks if window is None else min(blocks, live_blocks(window, 1, self.block_size))
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes a sequence of `tokens` keeps on this rank, windows taken into account."""
@@ -181,6 +209,12 @@ class HeadShard:
     @property
     def kv_heads(self) -> int:
         return self.kv_stop - self.kv_start
+
+
+def live_blocks(window: int, ahead: int, block_size: int) -> int:
+    """The most blocks that a windowed layer group holds of one sequence, when `ahead` tokens may be on their way beyond
+    those that are in place: the first of them still sees `window` - 1 tokens before it."""
+    return (window + ahead + block_size - 3) // block_size + 1
 
 
 def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from kvstore.chain import BlockKey
 from kvstore.sessions import Terms
 
+GONE = -1
+"""In a table: a block that was let go of, because no token to come will see what it held."""
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:

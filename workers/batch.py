@@ -14,13 +14,13 @@ from workers.plan import Draw, StepPlan
 
 
 class Span(NamedTuple):
-    """One row's share of the batch: `count` tokens from index `first` on, at positions start, start + 1, …; `table`
-    are its block ids."""
+    """One row's share of the batch: `count` tokens from index `first` on, at positions start, start + 1, …; `tables`
+    are its block ids, one table per layer group."""
 
     first: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody misses
     start: int
-    table: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
 
     @property
     def length(self) -> int:
@@ -40,15 +40,14 @@ class Batch:
     draws: tuple[Draw, ...]
     block_size: int
 
-    @property
-    def slots(self) -> Tensor:
-        """Where each token's key and value go, block * block_size + offset: int64 [T]. Computed when asked for. Raises
+    def slots(self, group: int) -> Tensor:
+        """Where each token's key and value go in the layers of `group`, block * block_size + offset: int64 [T]. Raises
         IndexError for a row that its blocks do not cover."""
         size = self.block_size
         parts = []
         for span in self.spans:
             positions = np.arange(span.start, span.length)
-            parts.append(np.asarray(span.table)[positions // size] * size + positions % size)
+            parts.append(np.asarray(span.tables[group])[positions // size] * size + positions % size)
         return torch.from_numpy(np.concatenate(parts)).to(self.tokens.device)
 
 
@@ -74,7 +73,7 @@ class Batcher:
         for row in plan.rows:
             count = len(row.tokens)
             end = first + count
-            spans.append(Span(first, count, row.start, row.tables[0]))
+            spans.append(Span(first, count, row.start, row.tables))
             if count == 1:
                 tokens[first] = row.tokens[0]
                 positions[first] = row.start

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend
+from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.kvpool import KVPool
 from workers.plan import Draw
 
@@ -78,8 +78,8 @@ class Kernels(Protocol):
         """RMSNorm of every head by itself; weight [heads, head_dim]."""
         ...
 
-    def attention(self, pool: KVPool) -> AttentionBackend:
-        """The backend over `pool`."""
+    def attention(self, pool: KVPool, rules: Sequence[AttentionRule]) -> AttentionBackend:
+        """The backend over `pool`, one rule per layer."""
         ...
 
     def replay(self, owner: object, parts: tuple[object, ...], work: Callable[[], Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """KVPool: the memory behind a rank's blocks. It knows pages and slots, not who holds them.
 
-One uint8 tensor [blocks, page_bytes] per layer, zero-filled. Copying and zeroing take a page as bytes: what lies where
-in it is the attention backend's affair. The views here are the reference backend's: a page is [heads, block_size]
+One uint8 tensor [blocks, bytes] per column of the layout, zero-filled: the layers of a group have one each, and share
+it with those of other groups, as a block is one group's at a time. Copying and zeroing take a block as bytes: what lies
+where in it is the attention backend's affair. The views here are the reference backend's: a page is [heads, block_size]
 slots, a slot the vectors of one head and token behind each other, scales included. `rows` gives their places in
 `slots`.
 """
@@ -21,13 +22,14 @@ from workers.models.spec import Unsupported
 
 class KVPool:
     """`blocks` blocks of `layout` on `device`. Raises Unsupported for a layout without kernels. `heads` and `head_dim`
-    are those of every layer."""
+    are those of every layer; `group_of[layer]` is the layer's group, `windows` those of the groups; `pages[layer]` the
+    layer's pages, uint8 [blocks, bytes of a page], which may lie apart."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         first = layout.layers[0]
         dims = {vector.elements for layer in layout.layers for vector in layer.vectors}
-        if len(dims) > 1 or any(len(layer.vectors) != 2 or layer.window is not None for layer in layout.layers):
-            raise Unsupported("KV layouts with windows, joint latents or heads of several sizes are not supported")
+        if len(dims) > 1 or any(len(layer.vectors) != 2 for layer in layout.layers):
+            raise Unsupported("KV layouts with joint latents or heads of several sizes are not supported")
         if any(layer.heads != first.heads for layer in layout.layers):
             raise Unsupported("KV layouts with layers of different numbers of heads are not supported")
         for layer in layout.layers:
@@ -39,12 +41,31 @@ class KVPool:
         self.heads = first.heads
         (self.head_dim,) = dims
         self.device = device
-        self.pages = [_zeros(blocks, layout.page_bytes(index), device) for index in range(len(layout.layers))]
-        self._slots = [page.view(-1, layer.slot_bytes) for page, layer in zip(self.pages, layout.layers, strict=True)]
+        self.group_of = tuple(group for group, _ in layout.places)
+        self.windows = tuple(group.window for group in layout.groups)
+        self.columns = [_zeros(blocks, column, device) for column in layout.columns]
+        self.pages = [
+            self.columns[column][:, : layout.page_bytes(layer)] for layer, (_, column) in enumerate(layout.places)
+        ]
 
     def slots(self, layer: int) -> Tensor:
-        """Every slot of `layer`, a uint8 view [blocks * heads * block_size, slot_bytes]."""
-        return self._slots[layer]
+        """Every slot of `layer`, a uint8 view [blocks, heads * block_size, slot_bytes]."""
+        return self.pages[layer].unflatten(1, (-1, self.layout.layers[layer].slot_bytes))
+
+    def gather(self, layer: int, rows: Tensor, out: Tensor) -> Tensor:
+        """The slots of `layer` at `rows` (int64 [n]) into `out`, uint8 [n, slot_bytes]."""
+        slots = self.slots(layer)
+        if slots.is_contiguous():
+            return torch.index_select(slots.flatten(0, 1), 0, rows, out=out)
+        return out.copy_(slots[rows // slots.shape[1], rows % slots.shape[1]])
+
+    def scatter(self, layer: int, rows: Tensor, fresh: Tensor) -> None:
+        """Write `fresh`, uint8 [n, slot_bytes], into the slots of `layer` at `rows`."""
+        slots = self.slots(layer)
+        if slots.is_contiguous():
+            slots.flatten(0, 1).index_copy_(0, rows, fresh)
+        else:
+            slots[rows // slots.shape[1], rows % slots.shape[1]] = fresh
 
     def rows(self, slots: Tensor) -> Tensor:
         """Rows of `slots` for tokens' slots (block * block_size + offset, int64 [...]): [..., heads]."""
@@ -57,16 +78,16 @@ class KVPool:
         if not pairs:
             return
         source, destination = torch.tensor(pairs, device=self.device).unbind(1)
-        for page in self.pages:
-            page.index_copy_(0, destination, page.index_select(0, source))
+        for column in self.columns:
+            column.index_copy_(0, destination, column.index_select(0, source))
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with zeros."""
         if not blocks:
             return
         index = torch.tensor(blocks, device=self.device)
-        for page in self.pages:
-            page.index_fill_(0, index, 0)
+        for column in self.columns:
+            column.index_fill_(0, index, 0)
 
 
 def _zeros(blocks: int, page_bytes: int, device: torch.device) -> Tensor:

@@ -4,14 +4,14 @@ model and no batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from workers.attention.backend import AttentionBackend
+from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.attention.reference import ReferenceAttention
 from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
@@ -69,9 +69,9 @@ class TorchKernels:
 
         return apply
 
-    def attention(self, pool: KVPool) -> AttentionBackend:
+    def attention(self, pool: KVPool, rules: Sequence[AttentionRule]) -> AttentionBackend:
         """See Kernels.attention."""
-        return ReferenceAttention(pool)
+        return ReferenceAttention(pool, rules)
 
     def replay(self, owner: object, parts: tuple[object, ...], work: Callable[[], Tensor]) -> Tensor:
         """See Kernels.replay."""

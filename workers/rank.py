@@ -102,7 +102,7 @@ class Rank:
 
         settings, layout = self._settings, self._layout
         store = KVStore(
-            blocks * len(layout.groups),
+            blocks,
             settings.block_size,
             groups=len(layout.groups),
             ttl=settings.session_ttl_s,

@@ -81,7 +81,7 @@ class Runner:
             raise ValueError(f"a KV pool needs at least 1 block, got {blocks}")
         self.pool = self._attention = None
         self.pool = KVPool(self.layout, blocks, self.device)
-        self._attention = self._kernels.attention(self.pool)
+        self._attention = self._kernels.attention(self.pool, self._model.rules)
 
     def profile(self) -> int:
         """Bytes that the largest step takes beyond weights and pool. All ranks call it together, before `allocate`.
@@ -185,4 +185,5 @@ class Runner:
 
     def _row(self, start: int, count: int, draw: Draw) -> Row:
         """A row whose every block is block 0: its values do not matter."""
-        return Row((0,) * count, start, ((0,) * self.layout.blocks_for(start + count),), draw)
+        tables = ((0,) * self.layout.blocks_for(start + count),) * len(self.layout.groups)
+        return Row((0,) * count, start, tables, draw)

@@ -104,7 +104,8 @@ class RankNeed:
 
     def held(self, tokens: int) -> int:
         """Bytes of the blocks that a sequence of `tokens` holds: a windowed layer keeps those its window touches."""
-        return sum(len(group.layers) * group.page_bytes * self._blocks(group.window, tokens) for group in self.groups)
+        blocks = sum(self.layout.blocks_for(tokens, group.window) for group in self.groups)
+        return blocks * self.layout.block_bytes
 
     def buffers(self, batch: int, step_tokens: int) -> int:
         """Bytes beside weights and pool."""
@@ -113,10 +114,6 @@ class RankNeed:
     def total(self, batch: int, context: int, step_tokens: int) -> int:
         """Bytes of everything."""
         return self.weights + self.buffers(batch, step_tokens) + batch * self.held(context)
-
-    def _blocks(self, window: int | None, tokens: int) -> int:
-        blocks = self.layout.blocks_for(tokens)
-        return blocks if window is None else min(blocks, self.layout.blocks_for(window - 1) + 1)
 
 
 class Plan:

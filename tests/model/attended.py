@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import KVLayout, LayerKV, Precision
+from workers.attention.backend import AttentionRule
 from workers.attention.reference import ReferenceAttention
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
@@ -38,13 +39,15 @@ class Attended:
         precision: Precision = Precision.BF16,
         lengths: Sequence[int] = (700,),
         seed: int = 0,
-        **options: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         """`library` None: the reference, in fp32. Unused slots hold NaN for the native backend."""
         needed = sum(-(-length // block_size) for length in lengths)
         self.pool = KVPool(KVLayout(block_size, (LayerKV.pair(heads, dim, precision),)), needed + 1, CPU)
         order = list(range(needed + 1))
         random.Random(seed).shuffle(order)
+        rule = AttentionRule(dim**-0.5, softcap, window)
         self.tables = []
         for length in lengths:
             count = -(-length // block_size)
@@ -59,17 +62,17 @@ class Attended:
         if library:
             self.pool.pages[0].fill_(255)
             self.backend: NativeAttention | ReferenceAttention = NativeAttention(
-                Calls(library, Workspace()), self.pool, **options
+                Calls(library, Workspace()), self.pool, (rule,)
             )
         else:
-            self.backend = ReferenceAttention(self.pool)
+            self.backend = ReferenceAttention(self.pool, (rule,))
 
     def batch(self, step: Step) -> Batch:
         spans, first, positions = [], 0, []
         for sequence, count in step:
             start = self._seen[sequence]
             table = self.tables[sequence][: -(-(start + count) // self.pool.block_size)]
-            spans.append(Span(first, count, start, table))
+            spans.append(Span(first, count, start, (table,)))
             positions.extend(range(start, start + count))
             first += count
         nothing = torch.empty(0, dtype=torch.int64)
@@ -92,7 +95,7 @@ class Attended:
 
     def store_nan(self, sequence: int, position: int) -> None:
         """Make NaN of what is stored of a token."""
-        spans = (Span(0, 1, position, self.tables[sequence]),)
+        spans = (Span(0, 1, position, (self.tables[sequence],)),)
         where = torch.tensor([position])
         batch = Batch(torch.zeros_like(where), where, spans, where[:0], (), self.pool.block_size)
         heads = torch.full_like(self.heads[sequence][:1], float("nan")).to(self._dtype)

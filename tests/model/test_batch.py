@@ -36,13 +36,13 @@ def check(batch: Batch, plan: StepPlan) -> None:
     places = [(row, row.start + index) for row in plan.rows for index in range(len(row.tokens))]
     assert batch.tokens.tolist() == tokens
     assert batch.positions.tolist() == [position for _, position in places]
-    assert batch.slots.tolist() == [row.tables[0][at // SIZE] * SIZE + at % SIZE for row, at in places]
+    assert batch.slots(0).tolist() == [row.tables[0][at // SIZE] * SIZE + at % SIZE for row, at in places]
     assert batch.draws == tuple(row.draw for row in plan.rows if row.draw)
     assert len(batch.sampled) == len(batch.draws)
     for place, draw in zip(batch.sampled.tolist(), batch.draws, strict=True):
         assert batch.positions[place] == draw.position - 1
     for span, row in zip(batch.spans, plan.rows, strict=True):
-        assert (span.count, span.start, span.table) == (len(row.tokens), row.start, row.tables[0])
+        assert (span.count, span.start, span.tables) == (len(row.tokens), row.start, row.tables)
         assert tokens[span.first : span.first + span.count] == list(row.tokens)
         assert span.length == row.start + len(row.tokens)
 
@@ -64,4 +64,4 @@ def test_steps_of_the_same_size_use_the_same_memory() -> None:
 def test_a_row_beyond_its_blocks_is_an_error() -> None:
     plan = StepPlan(0, (Row((3,), 8, ((5, 6),), None),))
     with pytest.raises(IndexError):
-        _ = Batcher(SIZE, CPU).build(plan).slots
+        _ = Batcher(SIZE, CPU).build(plan).slots(0)

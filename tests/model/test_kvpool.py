@@ -26,9 +26,9 @@ def test_a_pool_takes_the_layout_s_bytes_and_starts_as_zeros(precision: Precisio
     pool = KVPool(layout, 700, CPU)
     assert [tuple(page.shape) for page in pool.pages] == [(700, layout.page_bytes(0))] * 2
     assert not any(page.any() for page in pool.pages)
-    assert pool.slots(0).shape == (700 * 3 * 16, 2 * precision.vector_bytes(64))
+    assert pool.slots(0).shape == (700, 3 * 16, 2 * precision.vector_bytes(64))
     assert pool.pages[0].data_ptr() % 64 == 0
-    pool.slots(1)[pool.rows(torch.tensor(699 * 16 + 15))[2]] = 1
+    pool.slots(1).flatten(0, 1)[pool.rows(torch.tensor(699 * 16 + 15))[2]] = 1
     assert pool.pages[1][699].any() and not pool.pages[1][:699].any() and not pool.pages[0].any()
 
 
@@ -37,10 +37,31 @@ def test_pools_without_kernels_are_refused() -> None:
         LayerKV.pair(1, 18, Precision.INT8),
         LayerKV.pair(1, 20, Precision.INT4),
         LayerKV.latent(64, 16, Precision.BF16),
-        LayerKV.pair(1, 64, Precision.BF16, window=8),
     ):
         with pytest.raises(Unsupported):
             KVPool(KVLayout(16, (shape,)), 1, CPU)
+
+
+def test_a_block_is_one_layer_group_s_at_a_time() -> None:
+    """Layers of two windows share columns; where their pages differ in size, the smaller lie apart."""
+    narrow, wide = (LayerKV.pair(2, 64, one, window=w) for one, w in ((Precision.INT8, None), (Precision.BF16, 40)))
+    pool = KVPool(KVLayout(16, (narrow, wide)), 6, CPU)
+    assert len(pool.columns) == 1 and pool.columns[0].numel() == 6 * pool.layout.block_bytes
+    assert pool.group_of == (0, 1) and pool.windows == (None, 40)
+    slots = {
+        layer: pool.rows(torch.tensor([16 * block + 3 for block in blocks]))
+        for layer, blocks in ((0, [1, 4]), (1, [2, 5]))
+    }
+    for layer, rows in slots.items():
+        size = pool.layout.layers[layer].slot_bytes
+        fresh = torch.randint(1, 255, (4, size), dtype=torch.uint8)
+        pool.scatter(layer, rows.view(-1), fresh)
+        assert torch.equal(pool.gather(layer, rows.view(-1), torch.empty_like(fresh)), fresh)
+    assert [bool(block.any()) for block in pool.columns[0]] == [False, True, True, False, True, True]
+    pool.copy([(2, 3)])
+    assert torch.equal(pool.pages[1][3], pool.pages[1][2])
+    pool.zero([2, 3, 5])
+    assert [bool(block.any()) for block in pool.columns[0]] == [False, True, False, False, True, False]
 
 
 def test_the_reference_reads_int8_like_fp32_and_no_unused_slot() -> None:

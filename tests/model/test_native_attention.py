@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvstore.layout import KVLayout, LayerKV, Precision
 from tests.model.attended import CPU, Attended, Step
+from workers.attention.backend import AttentionRule
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
 from workers.models.rope import Rope
@@ -153,7 +154,7 @@ def test_a_row_that_is_most_of_a_step_is_cut_and_others_are_not(fastest: Library
     device = Attended(fastest, 1, 3, 32, lengths=(1600, 20))
     device.run([(0, 1599)])
     device.run([(0, 1), (1, 19)])
-    work = device.backend._work
+    work = device.backend._cut_of[0].work
     assert (work.merge_count, work.unit_count) == (1, 4 + 2)
 
 
@@ -182,7 +183,7 @@ def plainly(device: Attended, heads: int, ratio: int, dim: int, window: int | No
 @pytest.mark.parametrize(("window", "cap"), [(1, None), (17, None), (64, 2.0), (100, None), (600, None), (None, 3.0)])
 def test_window_and_soft_cap(library: Library, window: int | None, cap: float | None, precision: Precision) -> None:
     length, shape = 640 if window == 600 else 180, (2, 3, 32)
-    options = {"precision": precision, "lengths": (length,), "window": window, "soft_cap": cap}
+    options = {"precision": precision, "lengths": (length,), "window": window, "softcap": cap}
     device = Attended(library, *shape, **options)
     whole = device.walk(0, [length])
     assert (whole - plainly(device, *shape, window, cap)).abs().max() < (CLOSE if precision is Precision.BF16 else 0.04)
@@ -248,9 +249,8 @@ def test_a_nan_in_one_row_stays_in_it(library: Library) -> None:
 
 
 def backend(library: Library, block_size: int = 16, dim: int = 32, precision: Precision = Precision.BF16) -> object:
-    return NativeAttention(
-        Calls(library, Workspace()), KVPool(KVLayout(block_size, (LayerKV.pair(1, dim, precision),)), 4, CPU)
-    )
+    pool = KVPool(KVLayout(block_size, (LayerKV.pair(1, dim, precision),)), 4, CPU)
+    return NativeAttention(Calls(library, Workspace()), pool, (AttentionRule(dim**-0.5),))
 
 
 def test_pools_that_it_cannot_read_are_refused(fastest: Library) -> None:
@@ -261,7 +261,8 @@ def test_pools_that_it_cannot_read_are_refused(fastest: Library) -> None:
 
 def spans(*rows: tuple[int, int, int, tuple[int, ...]]) -> Batch:
     tokens = torch.zeros(sum(count for _, count, _, _ in rows), dtype=torch.int64)
-    return Batch(tokens, tokens, tuple(Span(*row) for row in rows), tokens[:0], (), 16)
+    placed = tuple(Span(first, count, start, (table,)) for first, count, start, table in rows)
+    return Batch(tokens, tokens, placed, tokens[:0], (), 16)
 
 
 @pytest.mark.parametrize(

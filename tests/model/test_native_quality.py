@@ -46,7 +46,8 @@ def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: 
     blocks = -(-len(tokens) // BLOCK)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         model = LlamaModel(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)
-        attention = kernels.attention(KVPool(spec.layout(BLOCK, PrecisionMap.uniform(precision), 1)[0], blocks, device))
+        pool = KVPool(spec.layout(BLOCK, PrecisionMap.uniform(precision), 1)[0], blocks, device)
+        attention = kernels.attention(pool, model.rules)
         row = Row(tuple(tokens), 0, (tuple(range(blocks)),), None)
         hidden = model.forward(build_batch(StepPlan(0, (row,)), BLOCK, device), attention)
         return model.logits(hidden).log_softmax(-1)

@@ -67,7 +67,7 @@ def poison(ranks: Ranks, used: dict[int, int]) -> None:
     blocks, slots = torch.tensor(list(unused(ranks, used))).unbind(1)
     rows = pool.rows(blocks * pool.block_size + slots).view(-1)
     for layer in range(len(pool.pages)):
-        pool.slots(layer)[rows] = 255  # NaN, in whatever precision
+        pool.slots(layer).flatten(0, 1)[rows] = 255  # NaN, in whatever precision
 
 
 def mixed_run(ranks: Ranks, poisoned: bool) -> list[torch.Tensor]:
@@ -146,8 +146,8 @@ def test_the_pool_starts_as_zeros_and_has_the_layout_s_bytes(folder: Path) -> No
     runner = Ranks(folder, blocks=5, precision=Precision.BF16).runners[0]
     assert sum(page.numel() for page in runner.pool.pages) == 5 * runner.layout.block_bytes
     assert not any(page.any() for page in runner.pool.pages)
-    assert runner.pool.slots(0).shape == (5 * 3 * 4, 2 * 16 * 2)
-    runner.pool.slots(1)[runner.pool.rows(torch.tensor(2 * 4 + 3))[1]] = 1
+    assert runner.pool.slots(0).shape == (5, 3 * 4, 2 * 16 * 2)
+    runner.pool.slots(1).flatten(0, 1)[runner.pool.rows(torch.tensor(2 * 4 + 3))[1]] = 1
     assert int((runner.pool.pages[1] != 0).sum()) == 64
 
 

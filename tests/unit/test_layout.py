@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import KVLayout, LayerKV, Precision, Vector, shard_heads, split_evenly
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector, live_blocks, shard_heads, split_evenly
 
 GIB = 2**30
 BF16 = Precision.BF16
@@ -40,7 +40,49 @@ def test_windowed_layers_keep_their_window_and_form_a_group() -> None:
     gemma = KVLayout(16, (windowed, full) * 21)
     assert gemma.token_bytes == 344_064
     assert gemma.bytes_for(8192) == 21 * 8192 * (4096 + 8192)
-    assert [group.layers[:2] for group in gemma.groups] == [(0, 2), (1, 3)]
+    assert [group.layers[:2] for group in gemma.groups] == [(1, 3), (0, 2)]
+    assert [group.window for group in gemma.groups] == [None, 4096]
+    assert gemma.columns == (16 * 2 * 8 * 256 * 2,) * 21 and gemma.places[:3] == ((1, 0), (0, 0), (1, 1))
+    assert gemma.block_bytes * 2 == 16 * gemma.token_bytes
+
+
+def test_the_larger_class_of_layers_is_cut_into_groups_of_the_bytes_of_the_smaller() -> None:
+    full, windowed = LayerKV.pair(1, 256, BF16), LayerKV.pair(1, 256, BF16, window=512)
+    gemma = KVLayout(16, ((windowed,) * 5 + (full,)) * 3)
+    assert [len(group.layers) for group in gemma.groups] == [3] * 6 and len(gemma.columns) == 3
+    uneven = KVLayout(16, ((windowed,) * 5 + (full,)) * 4 + (windowed,) * 2)
+    assert [len(group.layers) for group in uneven.groups] == [4, 4, 4, 4, 4, 3, 3]
+    assert uneven.block_bytes == 4 * uneven.page_bytes(0)
+
+
+def test_layers_of_one_window_share_a_table_whatever_their_precision() -> None:
+    mixed = KVLayout(16, (LayerKV.pair(2, 64, BF16), LayerKV.pair(2, 64, Precision.INT8)) * 3)
+    assert [group.layers for group in mixed.groups] == [tuple(range(6))]
+    assert mixed.columns == tuple(mixed.page_bytes(layer) for layer in range(6))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([None, 1, 40, 64]), st.sampled_from(list(Precision))), min_size=1, max_size=40)
+)
+def test_every_layer_has_a_page_of_its_own_in_each_block_of_its_group(
+    kinds: list[tuple[int | None, Precision]],
+) -> None:
+    found = KVLayout(16, tuple(LayerKV.pair(2, 64, precision, window=window) for window, precision in kinds))
+    assert len({found.places[layer] for layer in range(len(kinds))}) == len(kinds)
+    for layer, (group, column) in enumerate(found.places):
+        assert found.groups[group].window == kinds[layer][0]
+        assert found.columns[column] >= found.page_bytes(layer)
+    if len({window for window, _ in kinds}) == 1:
+        assert found.block_bytes == 16 * found.token_bytes
+
+
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 16), st.integers(0, 200))
+def test_live_blocks_is_the_most_that_a_window_touches(window: int, ahead: int, size: int, computed: int) -> None:
+    def touched(start: int) -> int:
+        return (start + ahead - 1) // size - max(0, start - window + 1) // size + 1
+
+    assert touched(computed) <= live_blocks(window, ahead, size)
+    assert max(map(touched, range(200, 200 + size))) == live_blocks(window, ahead, size)
 
 
 def test_quantised_layers_carry_their_scales() -> None:

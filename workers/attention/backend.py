@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from workers.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRule:
+    """How the queries of one layer look at keys. Scores are `scale` * q·k; with `softcap` they become
+    softcap * tanh(score / softcap) before anything is masked (Gemma 2, arXiv 2408.00118). With `window` a query at
+    position p sees positions (p - window, p] only. `sinks`, fp32 [q_heads of this rank], joins the denominator of the
+    softmax with one more score per query head, which belongs to no value (arXiv 2309.17453)."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from kvstore.layout import HeadShard, split_evenly
-from workers.attention.backend import AttentionBackend
+from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.batch import Batch
 from workers.kernels import Activation, Adding, HeadNorm, Kernels, Linear, Norm
 from workers.models.spec import ModelSpec
@@ -67,6 +67,7 @@ class LlamaModel:
         self._layers = [loader.layer(index, self.shard) for index in range(spec.layers)]
         self._norm = loader.norm("model.norm.weight")
         self._head = loader.head(self._embedding)
+        self.rules = (AttentionRule(spec.head_dim**-0.5),) * spec.layers
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states [T, hidden] after the last layer, before the final norm."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import KVLayout, Precision
+from workers.attention.backend import AttentionRule
 from workers.batch import Batch
 from workers.kvpool import KVPool
 from workers.models.spec import Unsupported
@@ -62,70 +64,46 @@ class _Layer(ctypes.Structure):
 
 
 class NativeAttention:
-    """The backend over `pool` for bf16 heads of pool.head_dim; softmax scale 1 / sqrt(head_dim).
+    """The backend over `pool` for bf16 heads of pool.head_dim, one rule per layer.
 
-    `window`: how many positions a token sees, its own included; `soft_cap`: scores s become cap * tanh(s / cap); None:
-    all, as they are. Raises Unsupported for a pool on another device, with a layer in another precision than one
-    of bf16, fp16 and int8, or with a block_size or head_dim that is no multiple of 16 (head_dim: up to 256).
+    Raises Unsupported for a pool on another device, with a layer in another precision than one of bf16, fp16 and int8,
+    with a block_size or head_dim that is no multiple of 16 (head_dim: up to 256), or for attention sinks.
     """
 
     name = "native"
 
-    def __init__(
-        self,
-        calls: Calls,
-        pool: KVPool,
-        *,
-        window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> None:
+    def __init__(self, calls: Calls, pool: KVPool, rules: Sequence[AttentionRule]) -> None:
         _check_pool(pool)
+        if any(rule.sinks is not None for rule in rules):
+            raise Unsupported("native attention cannot be used: the model has attention sinks")
         self._pool = pool
         self._calls = calls
-        self._plan = calls.library.function("tg_attention_plan", ctypes.c_void_p)
         layers = zip(pool.pages, pool.layout.layers, strict=True)
-        self._pages = [(page.data_ptr(), page.shape[1], _FORMATS[kept.vectors[0].precision]) for page, kept in layers]
-        self._work = _Work(
-            kv_heads=pool.heads,
-            head_dim=pool.head_dim,
-            block_size=pool.block_size,
-            blocks=pool.blocks,
-            window=window or 0,
-            scale=pool.head_dim**-0.5,
-            soft_cap=soft_cap or 0.0,
-        )
-        self._address = ctypes.addressof(self._work)
-        self._layer = _Layer(work=self._address)
+        self._pages = [(page.data_ptr(), page.stride(0), _FORMATS[kept.vectors[0].precision]) for page, kept in layers]
+        self._cuts: dict[tuple[int, float, float | None], _Cut] = {}
+        self._cut_of = [self._cut_for(layer, rule) for layer, rule in enumerate(rules)]
+        self._layer = _Layer()
         self._attend = Call(calls, "tg_attention", self._layer)
-        self._rows = array("i")
-        self._tables = np.empty(0, np.int32)
-        self._room: list[Tensor] = []
-        self._slack = 1 if calls.library.debug else 2  # exact where bounds are checked
+        self._tokens = 0
         self._width = 0
         self._columns = 0
 
     def prepare(self, batch: Batch) -> object:
         """Hand the step's rows to the kernel; holds until the next call. Raises ValueError for rows whose blocks do not
         cover them or are not the pool's."""
-        work, tables = self._work, [span.table for span in batch.spans]
-        begins = list(accumulate(map(len, tables), initial=0))
-        self._tables = np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])
-        rows = [part for span, begin in zip(batch.spans, begins, strict=False) for part in (*span[:3], begin)]
-        self._rows = array("i", rows)
-        work.tokens = len(batch.positions)
-        work.row_count = len(tables)
-        work.table_count = begins[-1]
-        work.rows = self._rows.buffer_info()[0]
-        work.tables = self._tables.ctypes.data
-        if self._width:
-            self._cut()
+        self._tokens = 0  # nothing is attended for, until all is cut
+        for cut in self._cuts.values():
+            cut.take(batch)
+            if self._width:
+                cut.cut()
+        self._tokens = len(batch.positions)
         return self
 
     def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
         """See AttentionBackend.attend; `heads` is bf16, rows contiguous. Raises ValueError for what does not fit."""
         if step is not self:
             raise ValueError("attend wants what prepare of the same backend returned")
-        tokens = self._work.tokens
+        tokens = self._tokens
         if heads.shape[1] != self._width:
             self._shape(heads)
         if heads.shape[0] != tokens or heads.dtype != torch.bfloat16 or heads.stride(1) != 1:
@@ -138,11 +116,20 @@ class NativeAttention:
             place = turns.data_ptr()
         out = self._calls.workspace.take("attended", tokens, self._columns, torch.bfloat16)
         call = self._layer
+        call.work = self._cut_of[layer].address
         call.page, call.page_bytes, call.format = self._pages[layer]
         call.heads, call.stride = heads.data_ptr(), heads.stride(0)
         call.turns, call.out = place, out.data_ptr()
         self._attend()
         return out
+
+    def _cut_for(self, layer: int, rule: AttentionRule) -> _Cut:
+        """Layers of one group and rule share what is cut for a step."""
+        group = self._pool.group_of[layer]
+        key = (group, rule.scale, rule.softcap)
+        if key not in self._cuts:
+            self._cuts[key] = _Cut(self._calls, self._pool, group, rule)
+        return self._cuts[key]
 
     def _shape(self, heads: Tensor) -> None:
         """Learn the number of query heads from the first heads that come."""
@@ -155,13 +142,51 @@ class NativeAttention:
             )
         self._width = heads.shape[1]
         self._columns = queries * self._pool.head_dim
-        self._work.q_heads = queries
-        self._cut()
+        for cut in self._cuts.values():
+            cut.work.q_heads = queries
+            cut.cut()
 
-    def _cut(self) -> None:
-        """Have the kernel cut the step into units, in memory that grows to what it asks for."""
-        work = self._work
-        while (answer := self._plan(self._address)) == _TOO_SMALL:
+
+class _Cut:
+    """A step's rows with the tables of one layer group, cut into units of work; kept in memory that grows to what the
+    kernel asks for."""
+
+    def __init__(self, calls: Calls, pool: KVPool, group: int, rule: AttentionRule) -> None:
+        self._group = group
+        self._plan = calls.library.function("tg_attention_plan", ctypes.c_void_p)
+        self._slack = 1 if calls.library.debug else 2  # exact where bounds are checked
+        self.work = _Work(
+            kv_heads=pool.heads,
+            head_dim=pool.head_dim,
+            block_size=pool.block_size,
+            blocks=pool.blocks,
+            window=rule.window or 0,
+            scale=rule.scale,
+            soft_cap=rule.softcap or 0.0,
+        )
+        self.address = ctypes.addressof(self.work)
+        self._rows = array("i")
+        self._tables = np.empty(0, np.int32)
+        self._room: list[Tensor] = []
+
+    def take(self, batch: Batch) -> None:
+        """The rows of `batch`."""
+        work, tables = self.work, [span.tables[self._group] for span in batch.spans]
+        begins = list(accumulate(map(len, tables), initial=0))
+        self._tables = np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])
+        rows = [part for span, begin in zip(batch.spans, begins, strict=False) for part in (*span[:3], begin)]
+        self._rows = array("i", rows)
+        work.tokens = len(batch.positions)
+        work.row_count = len(tables)
+        work.table_count = begins[-1]
+        work.rows = self._rows.buffer_info()[0]
+        work.tables = self._tables.ctypes.data
+
+    def cut(self) -> None:
+        """Have the kernel cut the rows. Raises ValueError for rows whose blocks do not cover them or are not the
+        pool's."""
+        work = self.work
+        while (answer := self._plan(self.address)) == _TOO_SMALL:
             units, partials = self._slack * work.unit_count, self._slack * work.partial_count
             sizes = (units * _UNIT_BYTES, partials * 4, (units + 1) * 4, work.scratch_count)
             self._room = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -169,7 +194,7 @@ class NativeAttention:
             work.unit_room, work.partial_room, work.scratch_room = units, partials, work.scratch_count
         if answer:
             work.tokens = 0  # nothing is attended for
-            raise ValueError(f"a row's blocks do not cover it or are not among the pool's {self._pool.blocks}")
+            raise ValueError(f"a row's blocks do not cover it or are not among the pool's {work.blocks}")
 
 
 def layout_fault(layout: KVLayout) -> str:

@@ -5,10 +5,12 @@ Between the parts of a layer lies bf16, the residual stream is fp32 and changed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend
+from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
 from workers.native.arena import Arena
@@ -66,9 +68,9 @@ class NativeKernels:
         """See Kernels.head_norm."""
         return NativeHeadNorm(self._calls, weight, eps)
 
-    def attention(self, pool: KVPool) -> AttentionBackend:
+    def attention(self, pool: KVPool, rules: Sequence[AttentionRule]) -> AttentionBackend:
         """See Kernels.attention."""
-        return NativeAttention(self._calls, pool)
+        return NativeAttention(self._calls, pool, rules)
 
     def sampler(self) -> Sampler:
         """See Kernels.sampler."""
