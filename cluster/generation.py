@@ -87,7 +87,7 @@ class ModelCard:
 
     def sized(self, groups: Iterable[GroupCard]) -> ModelCard:
         """The same with the largest pool of those among `groups` that serve this model."""
-        pools = [group.blocks * group.block_size for group in groups if self.names[0] in group.models]
+        pools = [group.extent.tokens_for(group.blocks) for group in groups if self.names[0] in group.models]
         return replace(self, pool_tokens=max(pools, default=None))
 
 

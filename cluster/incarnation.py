@@ -203,6 +203,8 @@ def _card(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=facts[0].max_model_len,
+        windows=facts[0].windows,
+        ahead=settings.ahead,
         ranks=tuple(
             RankCard(
                 rank=fact.rank,
@@ -213,6 +215,8 @@ def _card(
                 pool_bytes=fact.block_bytes * blocks,
                 kernel=fact.kernel,
                 kernel_why=fact.kernel_why,
+                block_bytes=fact.block_bytes,
+                kv=fact.kv,
             )
             for fact in facts
         ),

@@ -89,12 +89,15 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
-    """Each rank's process, device, threads and pool."""
-    table = plain_table("Ranks", "group", "rank", "pid", "node", "device", "threads", "kernels", "KV pool")
+    """Each rank's process, device, threads, pool, and what that keeps of a token."""
+    head = ("group", "rank", "pid", "node", "device", "threads", "kernels", "KV pool", "block", "keys and values")
+    table = plain_table("Ranks", *head)
+    table.columns[-1].justify = "left"
     for group in groups:
         for rank in group["ranks"]:
             facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads", "kernel"))
-            table.add_row(group["group"], *map(str, facts), format_size(rank["pool_bytes"]))
+            sizes = (format_size(rank["pool_bytes"]), f"{rank['block_bytes']:,} B")
+            table.add_row(group["group"], *map(str, facts), *sizes, rank["kv"])
     return table
 
 

@@ -51,7 +51,7 @@ class Audit:
             if table.audited >= 0:  # else it was closed
                 table.audited = self._pass
                 self._count(table, 1)
-                limit -= len(table) * len(table.blocks)
+                limit -= table.held
         if limit <= 0:
             return []
         stop = min(self._pool.total, self._cursor + limit)
@@ -71,11 +71,11 @@ class Audit:
         self._seen = [0] * self._pool.total
         self._unvisited = deque(tables)
         self._cursor = 0
-        self.work = self._pool.total + sum(len(table) * len(table.blocks) for table in self._unvisited)
+        self.work = self._pool.total + sum(table.held for table in self._unvisited)
 
     def _count(self, table: BlockTable, change: int) -> None:
-        for blocks in table.blocks:
-            for block in blocks:
+        for group in range(len(table.blocks)):
+            for block in table.live(group):
                 self._seen[block] += change
 
     def _differs(self, block: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from kvstore.audit import Audit
 from kvstore.pool import BlockPool, State
 from kvstore.prefixes import PrefixCache
-from kvstore.table import BlockTable
+from kvstore.table import GONE, BlockTable
 
 
 class Holdings:
@@ -33,8 +33,8 @@ class Holdings:
 
     def open(self, table: BlockTable) -> BlockTable:
         """Take a reference to each of the blocks that `table` comes with."""
-        for blocks in table.blocks:
-            for block in blocks:
+        for group in range(len(table.blocks)):
+            for block in table.live(group):
                 self._hold(block)
         self._tables[id(table)] = table
         self._audit.opened(table)
@@ -44,10 +44,20 @@ class Holdings:
         """Tail blocks leave first, so that an idle child is always older than its parent."""
         del self._tables[id(table)]
         self._audit.closing(table)
-        for blocks in table.blocks:
-            for block in reversed(blocks):
+        for group, blocks in enumerate(table.blocks):
+            for block in reversed(table.live(group)):
                 self._drop(block, now, soil=table.forgotten)
             blocks.clear()
+            table.gone[group] = 0
+
+    def slide(self, table: BlockTable, group: int, first: int, now: float) -> None:
+        """Let go of the blocks before index `first`."""
+        blocks = table.blocks[group]
+        for index in range(table.gone[group], min(first, len(blocks))):
+            block, blocks[index] = blocks[index], GONE
+            table.gone[group] += 1
+            self._audit.note(table, block, -1)
+            self._drop(block, now, soil=table.forgotten)
 
     def take(self, count: int) -> list[int] | None:
         """FREE blocks with one reference each, at the expense of the oldest IDLE ones; None when that needs steps in
@@ -84,10 +94,11 @@ class Holdings:
     def owned(self, table: BlockTable) -> int:
         """Blocks that `table` holds alone."""
         refs = self._pool.refs
-        return sum(refs[block] == 1 for blocks in table.blocks for block in blocks)
+        return sum(refs[block] == 1 for group in range(len(table.blocks)) for block in table.live(group))
 
     def borrowed(self, tables: Iterable[BlockTable]) -> list[int]:
-        """For each table, how many blocks at its head (per layer group) a table before it in the list holds too.
+        """For each table, how many blocks at its head (of the first layer group, which must have no window) a table
+        before it in the list holds too.
 
         Tables share heads only, so that two searches by halves find the border: O(log blocks) each, and once for
         every shared block.
@@ -116,14 +127,16 @@ class Holdings:
 
     def check(self) -> None:
         """References are those of the tables, and no table reads what belongs to another namespace."""
-        counts = Counter(b for table in self._tables.values() for blocks in table.blocks for b in blocks)
+        tables = self._tables.values()
+        counts = Counter(b for table in tables for group in range(len(table.blocks)) for b in table.live(group))
         for block in range(self._pool.total):
             assert self._pool.refs[block] == counts.get(block, 0), f"block {block} has wrong references"
         for table in self._tables.values():
-            assert len({len(blocks) for blocks in table.blocks}) == 1
-            assert table.sealed <= len(table)
-            for blocks in table.blocks:
-                for index, block in enumerate(blocks):
+            assert table.sealed <= min(map(len, table.blocks))
+            for group, blocks in enumerate(table.blocks):
+                gone = table.gone[group]
+                assert set(blocks[:gone]) <= {GONE} and GONE not in blocks[gone:], "a table has holes"
+                for index, block in enumerate(blocks[gone:], start=gone):
                     foreign = block in self._cache and self._cache.index.entry(block).namespace != table.owner(index)
                     assert not foreign, f"block {block} is read across namespaces"
 

@@ -10,6 +10,7 @@ so that copies, sharing and sharding move them along.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise, zip_longest
@@ -98,6 +99,12 @@ class LayerKV:
         """Bytes this layer keeps per token, scales included."""
         return self.heads * self.slot_bytes
 
+    @property
+    def text(self) -> str:
+        """As people read it: "3 × (64 int8 + 64 int8)", with a window "… in a window of 512"."""
+        vectors = " + ".join(f"{vector.elements} {vector.precision.label}" for vector in self.vectors)
+        return f"{self.heads} × ({vectors})" + (f" in a window of {self.window:,}" if self.window else "")
+
     def bytes_for(self, tokens: int) -> int:
         """Bytes this layer keeps for a sequence of `tokens` (a windowed layer keeps at most its window)."""
         return self.token_bytes * (min(tokens, self.window) if self.window else tokens)
@@ -174,6 +181,12 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of this rank: the pages of one layer group."""
         return sum(self.columns)
+
+    @property
+    def text(self) -> str:
+        """What a token's keys and values are, layers of one kind together, as people read it."""
+        kinds = Counter(layer.text for layer in self.layers)
+        return ", ".join(f"{count} layers of {kind}" for kind, count in kinds.items())
 
     def page_bytes(self, layer: int) -> int:
         """Bytes of one page of `layer`."""

@@ -10,11 +10,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from kvstore.chain import BlockKey, branch_root, chain_key, chain_root
+from kvstore.extent import Extent
 from kvstore.index import Entry, PrefixIndex
 from kvstore.pool import BlockPool, State
 from kvstore.retention import Retention
 from kvstore.sessions import Sessions, Terms
-from kvstore.table import BlockTable
+from kvstore.table import GONE, BlockTable
 
 REMEMBERED = 32_768
 """How many keys of expired blocks are remembered, to count what is asked for again."""
@@ -23,17 +24,21 @@ _PUBLIC = Terms()
 
 
 class PrefixCache:
-    """Blocks of `block_size` tokens in `groups` layer groups; unused contents live for `ttl` seconds. `evictions`
-    counts blocks that left for room or for a quota, `expirations` those whose time was over."""
+    """Blocks of the layer groups of `extent`; unused contents live for `ttl` seconds. `evictions` counts blocks that
+    left for room or for a quota, `expirations` those whose time was over.
 
-    def __init__(self, pool: BlockPool, block_size: int, groups: int, ttl: float, scheme: bytes) -> None:
+    A group without a window is found from the start of a sequence on, so that an indexed block's parent is indexed. Of
+    one with a window the blocks that the next token sees are enough, and its blocks come and go by themselves."""
+
+    def __init__(self, pool: BlockPool, extent: Extent, ttl: float, scheme: bytes) -> None:
         self.index = PrefixIndex()
         self.sessions = Sessions(ttl)
         self.evictions = 0
         self.expirations = 0
         self._pool = pool
-        self._block_size = block_size
-        self._groups = groups
+        self._block_size = extent.block_size
+        self._extent = extent
+        self._windows = extent.windows
         self._scheme = scheme
         self._retention = Retention(ttl, self.sessions.kept_until)
         self._open: Counter[int] = Counter()
@@ -67,20 +72,22 @@ class PrefixCache:
         self, namespace: bytes, terms: Terms, tokens: Sequence[int], keys: list[BlockKey]
     ) -> tuple[list[int], ...]:
         """Per layer group, the blocks with the head of `tokens`, the last token excluded. Extends `keys` as it goes."""
-        hits: tuple[list[int], ...] = tuple([] for _ in range(self._groups))
+        found: list[list[int | None]] = []
+        runs, best = [0] * len(self._windows), 0
         public = self.public_blocks(terms)
         for index in range(self._full_before_last(tokens)):
             if index in (0, public) and not self.sessions.blocks(terms.public if index < public else namespace):
                 break
             content = self.content(tokens, index)
             key = self.key(namespace, terms, keys, index, content)
-            found = [self.index.find(group, key, content) for group in range(self._groups)]
-            if None in found:
+            row = [self.index.find(group, key, content) for group in range(len(self._windows))]
+            if any(block is None and window is None for block, window in zip(row, self._windows, strict=True)):
                 break
-            for group, block in zip(hits, found, strict=True):
-                if block is not None:
-                    group.append(block)
-        return hits
+            found.append(row)
+            runs = [0 if block is None else run + 1 for block, run in zip(row, runs, strict=True)]
+            if all(run >= self._needed(window, index + 1) for run, window in zip(runs, self._windows, strict=True)):
+                best = index + 1
+        return tuple(self._head(found[:best], group) for group in range(len(self._windows)))
 
     def misses(self, table: BlockTable, tokens: Sequence[int]) -> tuple[int, int]:
         """Of `tokens`, behind what `table` found: how many had been cached and are expired since; how many another
@@ -92,7 +99,10 @@ class PrefixCache:
             if self.key(table.namespace, table.terms, table.keys, expired, content) not in self._expired:
                 break
             expired += 1
-        elsewhere, mark = hit, self.index.entry(table.blocks[0][hit - 1]).open_hash if hit else 0
+        last = table.blocks[0][hit - 1] if hit else GONE
+        elsewhere, mark = hit, 0 if last == GONE else self.index.entry(last).open_hash
+        if hit and last == GONE:
+            return (expired - hit) * self._block_size, 0
         while elsewhere < full:
             mark = _open_hash(mark, self.content(tokens, elsewhere))
             if mark not in self._open:
@@ -104,6 +114,8 @@ class PrefixCache:
         """Index the block at `index` of `table`; False when that would break the chain."""
         key, parent = table.keys[index], table.keys[index - 1] if index else None
         before = None if parent is None else self.index.block(group, parent)
+        if self._windows[group] is not None:
+            parent = None
         if self.index.block(group, key) is not None or (parent is not None and before is None):
             return False
         block, owner = table.blocks[group][index], table.owner(index)
@@ -192,6 +204,16 @@ class PrefixCache:
         self.sessions.check(indexed, idle)
         self._retention.check(set(idle))
         assert self._open == Counter(entry.open_hash for _, entry in self.index.items() if entry.group == 0)
+
+    def _needed(self, window: int | None, blocks: int) -> int:
+        """Of the first `blocks` of a sequence, how many the token behind them sees."""
+        return blocks - self._extent.first_seen(window, blocks * self._block_size)
+
+    def _head(self, found: list[list[int | None]], group: int) -> list[int]:
+        """What a table gets of `found`: where the group has a window, no more than is needed."""
+        gone = len(found) - self._needed(self._windows[group], len(found))
+        blocks = [row[group] for row in found[gone:]]
+        return [GONE] * gone + [block for block in blocks if block is not None]
 
     def _full_before_last(self, tokens: Sequence[int]) -> int:
         return (len(tokens) - 1) // self._block_size

@@ -10,21 +10,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.chain import BlockKey
+from kvstore.extent import Extent
 from kvstore.holdings import Holdings
 from kvstore.pool import BlockPool, State
 from kvstore.prefixes import PrefixCache
 from kvstore.sessions import Sessions, Terms
-from kvstore.table import BlockTable
+from kvstore.table import GONE, BlockTable
 
 Copy = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a prompt is cached: full blocks from its start; how many of them are IDLE (adopting consumes them)."""
+    """What of a prompt is cached: full `blocks` from its start; how many blocks of all layer groups would be `adopted`,
+    `idle` of them IDLE (adopting consumes them)."""
 
     blocks: int
     idle: int
+    adopted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,13 @@ class PoolReport:
 
 
 class KVStore:
-    """`total` blocks of `block_size` tokens for `groups` layer groups; `ttl` seconds of life for unused contents.
+    """`total` blocks of `block_size` tokens for a layer group per window of `windows` (None: all is kept; those come
+    first); `ttl` seconds of life for unused contents.
 
-    Each group's tables draw from the same pool, so a sequence of n tokens takes `groups * ceil(n / block_size)` blocks.
-    `scheme` names how the bytes come about (model revision, KV precision, rope); it roots every key.
+    Each group's tables draw from the same pool. A group with a window gets blocks only as far as they are about to be
+    written, and `slide` lets go of those that no token to come sees: `ahead` tokens of a sequence may be on their way
+    beyond those that are in place. `scheme` names how the bytes come about (model revision, KV precision, rope); it
+    roots every key.
     """
 
     def __init__(
@@ -51,16 +57,19 @@ class KVStore:
         total: int,
         block_size: int,
         *,
-        groups: int = 1,
+        windows: tuple[int | None, ...] = (None,),
+        ahead: int = 1,
         ttl: float = 300.0,
         prefix_cache: bool = True,
         scheme: bytes = b"",
     ) -> None:
         self.block_size = block_size
-        self.groups = groups
+        self.extent = Extent(block_size, windows, ahead)
+        self.windows = windows
         self.pool = BlockPool(total)
+        self._sliding = tuple((group, window) for group, window in enumerate(windows) if window is not None)
         self._prefix_cache = prefix_cache
-        self._cache = PrefixCache(self.pool, block_size, groups, ttl, scheme)
+        self._cache = PrefixCache(self.pool, self.extent, ttl, scheme)
         self._holdings = Holdings(self.pool, self._cache)
 
     @property
@@ -98,8 +107,8 @@ class KVStore:
         return len(self._holdings)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` take over all layer groups."""
-        return self.groups * -(-tokens // self.block_size)
+        """The most blocks that a sequence holds until it has `tokens`, over all layer groups."""
+        return self.extent.blocks_for(tokens)
 
     def match(
         self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float, terms: Terms = Terms()
@@ -107,8 +116,8 @@ class KVStore:
         """What `adopt` would find. Purges what is over and extends `keys`, the chain of `tokens` as far as it was
         needed before, so that nobody hashes a prompt twice; touches nothing else."""
         hits = self._lookup(namespace, terms, tokens, keys, now)
-        idle = sum(self.pool.states[block] is State.IDLE for group in hits for block in group)
-        return Match(len(hits[0]), idle)
+        blocks = [block for group in hits for block in group if block != GONE]
+        return Match(len(hits[0]), sum(self.pool.states[block] is State.IDLE for block in blocks), len(blocks))
 
     def adopt(
         self, namespace: bytes, tokens: Sequence[int], keys: list[BlockKey], now: float, terms: Terms = Terms()
@@ -125,17 +134,20 @@ class KVStore:
         """Of `tokens`, behind what `table` found: those that expired, those that another namespace has cached now."""
         return self._cache.misses(table, tokens) if self._prefix_cache else (0, 0)
 
-    def grow(self, table: BlockTable, start: int, stop: int, now: float) -> tuple[Copy, ...] | None:
-        """Make positions [start, stop) writable: enough blocks, none of those written to shared.
+    def grow(
+        self, table: BlockTable, start: int, stop: int, now: float, *, reserve: int = 0
+    ) -> tuple[Copy, ...] | None:
+        """Make positions [start, stop) writable: enough blocks, none of those written to shared. Groups without window
+        get blocks up to position `reserve`, if that is further.
 
         Returns the (source, destination) copies that the next plan must make, or None, with the table unchanged, when
         the pool cannot give enough blocks now.
         """
         shared = self._shared_tail(table, start)
-        missing = self._missing(table, stop)
-        if not missing and not shared:
+        missing = self._missing(table, stop, reserve)
+        if not any(missing) and not shared:
             return ()
-        taken = self._holdings.take(missing * self.groups + len(shared))
+        taken = self._holdings.take(sum(missing) + len(shared))
         if taken is None:
             return None
         copies = []
@@ -143,20 +155,27 @@ class KVStore:
             source, destination = table.blocks[group][index], taken.pop()
             copies.append((source, destination))
             self._holdings.replace(table, group, index, destination, now)
-        for _ in range(missing):
-            for group in range(self.groups):
+        for group, count in enumerate(missing):
+            for _ in range(count):
                 self._holdings.append(table, group, taken.pop())
         return tuple(copies)
 
+    def slide(self, table: BlockTable, computed: int, now: float) -> None:
+        """Let go of what no token from position `computed` on sees. What is cached of it stays for its time."""
+        for group, window in self._sliding:
+            first = self.extent.first_seen(window, computed)
+            if first > table.gone[group]:
+                self._holdings.slide(table, group, first, now)
+
     def shortage(self, table: BlockTable, start: int, stop: int) -> int:
         """Blocks that `grow` would still lack if every step in flight were applied and all that is DIRTY zeroed."""
-        need = self._missing(table, stop) * self.groups + len(self._shared_tail(table, start))
+        need = sum(self._missing(table, stop)) + len(self._shared_tail(table, start))
         return max(0, need - self.available - self.pool.dirty)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; whoever writes to a shared one first gets a copy (see `grow`)."""
         blocks = tuple(list(group) for group in table.blocks)
-        return self._holdings.open(replace(table, blocks=blocks, keys=list(table.keys)))
+        return self._holdings.open(replace(table, blocks=blocks, keys=list(table.keys), gone=list(table.gone)))
 
     def seal(self, table: BlockTable, tokens: Sequence[int], computed: int, now: float) -> None:
         """Index the full blocks among the first `computed` tokens, whose values are in place on every rank.
@@ -170,7 +189,7 @@ class KVStore:
         for index in range(table.sealed, full):
             content = self._cache.content(tokens, index)
             self._cache.key(table.namespace, table.terms, table.keys, index, content)
-            for group in range(self.groups):
+            for group in range(len(self.windows)):
                 if not self._seal_block(table, group, index, content, now):
                     return
             table.sealed = index + 1
@@ -210,7 +229,8 @@ class KVStore:
         return self._holdings.owned(table)
 
     def borrowed(self, tables: Iterable[BlockTable]) -> list[int]:
-        """For each table, how many blocks at its head (per layer group) a table before it in the list holds too."""
+        """For each table, how many blocks at its head (of the first layer group, which must have no window) a table
+        before it in the list holds too."""
         return self._holdings.borrowed(tables)
 
     def audit(self, now: float, share: float = 1.0) -> int:
@@ -228,12 +248,15 @@ class KVStore:
         self, namespace: bytes, terms: Terms, tokens: Sequence[int], keys: list[BlockKey], now: float
     ) -> tuple[list[int], ...]:
         if not self._prefix_cache:
-            return tuple([] for _ in range(self.groups))
+            return tuple([] for _ in self.windows)
         self._cache.expire(now)
         return self._cache.lookup(namespace, terms, tokens, keys)
 
-    def _missing(self, table: BlockTable, stop: int) -> int:
-        return max(0, -(-stop // self.block_size) - len(table))
+    def _missing(self, table: BlockTable, stop: int, reserve: int = 0) -> list[int]:
+        """Blocks that each layer group lacks."""
+        near, far = (-(-end // self.block_size) for end in (stop, max(stop, reserve)))
+        goals = (far if window is None else near for window in self.windows)
+        return [max(0, goal - len(blocks)) for goal, blocks in zip(goals, table.blocks, strict=True)]
 
     def _shared_tail(self, table: BlockTable, start: int) -> list[tuple[int, int]]:
         if not self.pool.shared:
@@ -248,7 +271,7 @@ class KVStore:
 
     def _seal_block(self, table: BlockTable, group: int, index: int, content: tuple[int, ...], now: float) -> bool:
         block = table.blocks[group][index]
-        if block in self._cache:
+        if block == GONE or block in self._cache:
             return True
         twin = self._cache.index.find(group, table.keys[index], content)
         if twin is None:
@@ -258,4 +281,5 @@ class KVStore:
 
     def _lost_some(self, table: BlockTable) -> bool:
         """Whether a block that `table` had sealed has left the index."""
-        return any(block not in self._cache for blocks in table.blocks for block in blocks[: table.sealed])
+        sealed = (block for blocks in table.blocks for block in blocks[: table.sealed])
+        return any(block != GONE and block not in self._cache for block in sealed)

@@ -30,7 +30,7 @@ class Setup:
 
     blocks: int
     block_size: int
-    groups: int
+    windows: tuple[int | None, ...]
     depth: int
     max_num_seqs: int
     budget: int
@@ -51,7 +51,7 @@ class Setup:
         return cls(
             blocks=rng.choice([12, 24, 40, 120]),
             block_size=rng.choice([1, 4, 8]),
-            groups=rng.choice([1, 1, 2]),
+            windows=rng.choice([(None,), (None,), (None, None), (None, 5), (None, 11, 11), (7,), (20, 3)]),
             depth=rng.choice([1, 2]),
             max_num_seqs=rng.choice([1, 3, 8, 32]),
             budget=rng.choice([4, 16, 64]),
@@ -91,14 +91,21 @@ class Driver:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.setup = s = self.setup or Setup.of(self.rng)
-        self.store = KVStore(s.blocks, s.block_size, groups=s.groups, ttl=s.ttl, prefix_cache=s.prefix_cache)
+        self.store = KVStore(
+            s.blocks,
+            s.block_size,
+            windows=s.windows,
+            ahead=s.depth * min(s.budget, s.chunk),
+            ttl=s.ttl,
+            prefix_cache=s.prefix_cache,
+        )
         self.own = Limits(s.max_num_seqs, s.budget, s.chunk)
-        self.longest = min(60, s.blocks // s.groups * s.block_size)
+        self.longest = min(60, self.store.extent.tokens_for(s.blocks))
         self.scheduler = Scheduler(
             self.store, self.own, max_model_len=self.longest, watermark=s.watermark, resume_growth=8, zero_per_step=3
         )
         self.accidents = random.Random(self.seed + 1)
-        self.group = ShadowGroup(s.blocks, s.block_size, short=self.is_short)
+        self.group = ShadowGroup(s.blocks, s.block_size, windows=s.windows, short=self.is_short)
         self.engine = Engine(self.scheduler, self.group, name="g", epoch=1, depth=s.depth, lease_s=1e12, audit_s=2.0)
         self.outbox: Outbox = self.engine.subscribe(INGRESS, lambda: None, self.now)
         self.bases = [tuple(self.rng.randrange(97) for _ in range(40)) for _ in range(3)]

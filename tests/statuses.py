@@ -48,6 +48,8 @@ def a_row(group: str = "g0", model: str = "m", **changes: Any) -> dict[str, Any]
             "threads": 2,
             "device": "cpu",
             "pool_bytes": 50 * 2**20,
+            "block_bytes": 16 * 12_240,
+            "kv": "30 layers of 3 × (64 int8 + 64 int8)",
             "kernel": "native-avx2",
             "kernel_why": "the fastest for this CPU",
         }

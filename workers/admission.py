@@ -38,15 +38,17 @@ class Admission:
         match = self._store.match(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
         growth = min(self._resume_growth, request.longest - sequence.length) if sequence.preemptions else 0
         need = self._store.blocks_for(sequence.length + (0 if alone else growth))
-        need += match.idle - match.blocks * self._store.groups
+        need += match.idle - match.adopted
         return need + (0 if alone else self._watermark) <= self._store.available + extra
 
-    def open(self, sequence: Sequence, now: float) -> BlockTable | None:
-        """Adopt the cached prefix and reserve the rest of the prompt; None when that must wait for steps in flight."""
+    def open(self, sequence: Sequence, now: float, *, chunk: int) -> BlockTable | None:
+        """Adopt the cached prefix and reserve the rest of the prompt (in windowed layer groups: what `chunk` tokens
+        take); None when that must wait for steps in flight."""
         request = sequence.request
         table = self._store.adopt(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
         table.forgotten = sequence.forgotten
-        if self._store.grow(table, table.cached, sequence.length, now) is None:
+        stop = min(table.cached + chunk, sequence.length)
+        if self._store.grow(table, table.cached, stop, now, reserve=sequence.length) is None:
             self._store.release(table, now)
             return None
         return table

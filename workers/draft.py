@@ -36,10 +36,19 @@ class Draft:
         """Whether another row fits."""
         return self.budget > 0 and self.places > 0
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row may have."""
+        return min(self.budget, self.chunk)
+
+    def stop(self, sequence: Sequence) -> int:
+        """Up to where a row for `sequence` would compute: as much of what it has to do as budget and chunk allow."""
+        return sequence.computed + min(sequence.todo, self.budget, self.chunk if sequence.todo > 1 else 1)
+
     def add(self, sequence: Sequence, table: BlockTable) -> None:
-        """A row for as much of what `sequence` has to compute as budget and chunk allow; its blocks are there."""
-        count = min(sequence.todo, self.budget, self.chunk if sequence.todo > 1 else 1)
-        start, stop = sequence.computed, sequence.computed + count
+        """A row for `sequence`, whose blocks are there."""
+        start, stop = sequence.computed, self.stop(sequence)
+        count = stop - start
         assert count > 0, "a row must compute something"
         draws = stop == sequence.length and sequence.generates
         tokens, source = tuple(sequence.tokens[start:stop]), None

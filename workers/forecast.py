@@ -50,15 +50,23 @@ def expected_length(length: int, outputs: int, granted: int, longest: int, block
 
 def committed_blocks(sequences: Iterable[Sequence], store: KVStore) -> int:
     """Blocks at the highest moment for `sequences`, what several hold counted once: with the one that lives longest."""
-    size, groups = store.block_size, store.groups
+    size, extent = store.block_size, store.extent
+    whole = extent.windows.count(None)
     ahead = []
     for sequence in sequences:
         request, length = sequence.request, sequence.length
         prompt = len(request.prompt)
-        granted, longest = request.granted_blocks // groups * size, prompt + request.sampling.max_tokens
+        granted, longest = extent.tokens_for(request.granted_blocks), prompt + request.sampling.max_tokens
         rest = expected_length(length, length - prompt, granted, longest, size) - length
         ahead.append((rest, length, sequence.table))
-    ahead.sort(key=itemgetter(0), reverse=True)
-    borrowed = iter(store.borrowed([table for _, _, table in ahead if table]))
-    courses = [(rest, length, next(borrowed) if table else 0) for rest, length, table in ahead]
-    return max(groups * peak_blocks(courses, size), store.pool.held)
+    blocks = 0
+    if whole < len(extent.windows):  # windows hold each sequence's share to a few blocks: no moment is looked for
+        blocks = sum(
+            extent.blocks_for(rest + length) - whole * -(-(rest + length) // size) for rest, length, _ in ahead
+        )
+    if whole:
+        ahead.sort(key=itemgetter(0), reverse=True)
+        borrowed = iter(store.borrowed([table for _, _, table in ahead if table]))
+        courses = [(rest, length, next(borrowed) if table else 0) for rest, length, table in ahead]
+        blocks += whole * peak_blocks(courses, size)
+    return max(blocks, store.pool.held)

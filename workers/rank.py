@@ -33,7 +33,8 @@ LEASE_S = 5.0
 class RankFacts:
     """What a rank found out while loading. `blocks` is how many its pool could have, `block_bytes` what one takes here,
     `used` the bytes in use before the pool, `seconds` how long loading took.
-    `kernel` names the kernels that compute, `kernel_why` says why they."""
+    `kernel` names the kernels that compute, `kernel_why` says why they; `kv` says in words what a token's keys and
+    values look like here, `windows` are those of the layer groups."""
 
     rank: int
     pid: int
@@ -44,6 +45,8 @@ class RankFacts:
     kernel_why: str
     blocks: int
     block_bytes: int
+    kv: str
+    windows: tuple[int | None, ...]
     used: int
     max_model_len: int
     seconds: float
@@ -87,6 +90,8 @@ class Rank:
             kernel_why=choice.why,
             blocks=pool_blocks(settings, layout, total=total, used=used, activations=activations),
             block_bytes=layout.block_bytes,
+            kv=layout.text,
+            windows=tuple(group.window for group in layout.groups),
             used=used,
             max_model_len=self._max_model_len,
             seconds=time.monotonic() - began,
@@ -104,7 +109,8 @@ class Rank:
         store = KVStore(
             blocks,
             settings.block_size,
-            groups=len(layout.groups),
+            windows=tuple(group.window for group in layout.groups),
+            ahead=settings.ahead,
             ttl=settings.session_ttl_s,
             prefix_cache=settings.prefix_cache,
             scheme=self._scheme,

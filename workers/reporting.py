@@ -11,10 +11,9 @@ from workers.scheduler import Scheduler
 def unused_slots(scheduler: Scheduler) -> int:
     """Token slots of held blocks that hold no token (yet): of the prompt part that is not computed, and of last blocks.
     Shared blocks are full."""
-    store = scheduler.store
-    size = store.block_size
-    unused = sum(len(s.table) * size - s.computed for s in scheduler.running if s.table)
-    return max(0, unused) * store.groups
+    size = scheduler.store.block_size
+    tables = ((s.table, s.computed) for s in scheduler.running if s.table)
+    return sum(max(0, len(blocks) * size - computed) for table, computed in tables for blocks in table.blocks)
 
 
 def make_report(

@@ -111,7 +111,7 @@ class Scheduler:
         step = self._step + 1
         draft = Draft(step, tokens, places, limits.chunk, self.store.block_size)
         self._plan_decodes(draft, now)
-        self._plan_prefills(draft)
+        self._plan_prefills(draft, now)
         self._admit(draft, now)
         zero = self.store.pool.wash(step, self._zero_per_step * (TRIM_ZEROES if limits.trim else 1))
         if not draft.rows and not zero:
@@ -169,6 +169,7 @@ class Scheduler:
             self.counters.output_tokens += 1
         if part.holds:
             self.store.seal(part.table, sequence.tokens, part.computed, now)
+            self.store.slide(part.table, part.computed, now)
         finish = None
         if token is not None:
             finish = sequence.end_after(token)
@@ -204,18 +205,23 @@ class Scheduler:
         for sequence in order:
             if sequence.todo != 1 or sequence.table is None or not sequence.wants_more or not draft.room:
                 continue
-            copies = self._grow(sequence, sequence.table, draft, now)
-            if copies is not None:
-                draft.copy.extend(copies)
-                draft.add(sequence, sequence.table)
+            self._add(sequence, sequence.table, draft, now)
+
+    def _add(self, sequence: Sequence, table: BlockTable, draft: Draft, now: float) -> None:
+        """A row for `sequence`, if there is room for what it computes."""
+        copies = self._grow(sequence, table, draft, now)
+        if copies is not None:
+            draft.copy.extend(copies)
+            draft.add(sequence, table)
 
     def _grow(self, sequence: Sequence, table: BlockTable, draft: Draft, now: float) -> tuple[Copy, ...] | None:
-        """Room for one more token, at the expense of others where it must be; None: not in this step."""
+        """Room for its next tokens, at the expense of others where it must be; None: not in this step."""
+        start, stop = sequence.computed, draft.stop(sequence)
         while True:
-            copies = self.store.grow(table, sequence.computed, sequence.computed + 1, now)
+            copies = self.store.grow(table, start, stop, now)
             if copies is not None:
                 return copies
-            if not self.store.shortage(table, sequence.computed, sequence.computed + 1):
+            if not self.store.shortage(table, start, stop):
                 return None  # blocks that steps in flight still name will come back with their results
             victim = choose_victim(self.store, (s for s in self.running if s not in draft), sequence)
             self._preempt(victim or sequence, now)
@@ -229,10 +235,10 @@ class Scheduler:
         self.counters.preemptions += 1
         self.waiting.add(sequence)
 
-    def _plan_prefills(self, draft: Draft) -> None:
-        for sequence in self.running:
+    def _plan_prefills(self, draft: Draft, now: float) -> None:
+        for sequence in list(self.running):
             if sequence.todo > 1 and sequence.table is not None and draft.room:
-                draft.add(sequence, sequence.table)
+                self._add(sequence, sequence.table, draft, now)
 
     def _admit(self, draft: Draft, now: float) -> None:
         blocked: list[Sequence] = []
@@ -242,7 +248,7 @@ class Scheduler:
             if sequence.pending:
                 continue  # preempted while its token is being sampled: known with the next result
             fits = self._admission.fits(sequence, now, alone=not self.running)
-            table = self._admission.open(sequence, now) if fits else None
+            table = self._admission.open(sequence, now, chunk=draft.longest) if fits else None
             if table is not None:
                 self._start(sequence, table)
                 draft.add(sequence, table)
@@ -293,7 +299,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, now: float) -> None:
         assert sequence.table is not None
-        sequence.blocks = max(sequence.blocks, len(sequence.table) * self.store.groups)
+        sequence.blocks = max(sequence.blocks, sequence.table.held)
         self.store.release(sequence.table, now)
         sequence.table = None
         self.running.remove(sequence)

@@ -71,6 +71,11 @@ class GroupSettings:
         return cls(**{**plain, "model_names": names, "kv_precision": precision})
 
     @property
+    def ahead(self) -> int:
+        """The most tokens of one sequence that may be on their way at once."""
+        return self.overlap * self.max_num_batched_tokens
+
+    @property
     def plain(self) -> dict[str, Any]:
         """As JSON has them, for a process that Ray does not start."""
         return asdict(self) | {"kv_precision": self.kv_precision.plain}

@@ -15,8 +15,7 @@ def needed_tokens(ask: Ask) -> int:
 
 def blocks_for(group: GroupView, ask: Ask, output: int) -> int:
     """Blocks that the prompt and `output` expected tokens take, never more than the pool has."""
-    size = group.card.block_size
-    return min(group.card.blocks, -(-(ask.prompt_tokens + output) // size))
+    return min(group.card.blocks, group.card.extent.blocks_for(ask.prompt_tokens + output))
 
 
 def can_hold(group: GroupView, ask: Ask) -> bool:

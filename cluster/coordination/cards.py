@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvstore.extent import Extent
 from kvstore.store import PoolReport
 from workers.plan import Limits
 
@@ -14,8 +15,9 @@ PROTOCOL = 2
 
 @dataclass(frozen=True, slots=True)
 class RankCard:
-    """One rank process. `pool_bytes` is its share of the KV pool; `kernel` names what computes there, `kernel_why` says
-    why that and nothing faster."""
+    """One rank process. `pool_bytes` is its share of the KV pool, `block_bytes` that of one block, `kv` what a token's
+    keys and values look like, in words; `kernel` names what computes there, `kernel_why` says why that and nothing
+    faster."""
 
     rank: int
     pid: int
@@ -25,13 +27,16 @@ class RankCard:
     pool_bytes: int
     kernel: str = ""
     kernel_why: str = ""
+    block_bytes: int = 0
+    kv: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCard:
     """One tensor-parallel group that can take work. `models` are the names it serves; `address` is how an ingress
     reaches its engine (opaque here); `revision` identifies weights, precision and code; `restarts`
-    is how often its owner has built it anew."""
+    is how often its owner has built it anew. `windows` are those of its layer groups, `ahead` the tokens of a sequence
+    that may be on their way at once."""
 
     group: str
     models: tuple[str, ...]
@@ -45,6 +50,13 @@ class GroupCard:
     protocol: int = PROTOCOL
     revision: str = ""
     restarts: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    ahead: int = 1
+
+    @property
+    def extent(self) -> Extent:
+        """How tokens become blocks here."""
+        return Extent(self.block_size, self.windows, self.ahead)
 
     @property
     def kernels(self) -> str:
@@ -54,7 +66,7 @@ class GroupCard:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and output, that this group can ever hold."""
-        return min(self.max_model_len, self.blocks * self.block_size)
+        return min(self.max_model_len, self.extent.tokens_for(self.blocks))
 
 
 class Standing(Enum):

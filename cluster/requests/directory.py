@@ -72,7 +72,7 @@ class Directory:
         tried.add(_incarnation(state))
         self._given[card.group] += 1
         self._turns[card.group] = max(self._turns.values(), default=0) + 1
-        blocks = -(-(ask.prompt_tokens + ask.max_tokens) // card.block_size)
+        blocks = card.extent.blocks_for(ask.prompt_tokens + ask.max_tokens)
         return Grant("", ask.request, ask.attempt, card.group, state.epoch, card.address, blocks, SUBMIT_S)
 
     def _burden(self, state: GroupState) -> tuple[float, int]:

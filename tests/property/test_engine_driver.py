@@ -74,7 +74,13 @@ def seal_early(monkeypatch: pytest.MonkeyPatch) -> None:
     seal = KVStore.seal
 
     def early(self, table, tokens, computed, now):  # type: ignore[no-untyped-def]
-        seal(self, table, tokens, min(computed + self.block_size, len(table) * self.block_size, len(tokens)), now)
+        seal(
+            self,
+            table,
+            tokens,
+            min(computed + self.block_size, len(table.blocks[0]) * self.block_size, len(tokens)),
+            now,
+        )
 
     monkeypatch.setattr(KVStore, "seal", early)
 

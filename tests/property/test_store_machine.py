@@ -14,14 +14,15 @@ from kvstore.table import BlockTable
 SIZE = 4
 TTL = 10.0
 PUBLIC = b"public"
+WINDOWS = [(None,), (None, None), (None, 1), (None, 5, 9), (6,), (9, 3)]
 
 
 class StoreMachine(RuleBasedStateMachine):
     """Each open table carries the tokens it should hold; `slots` is what the ranks' memory would contain."""
 
-    @initialize(total=st.integers(4, 14), groups=st.sampled_from([1, 2]))
-    def begin(self, total: int, groups: int) -> None:
-        self.store = KVStore(total, SIZE, groups=groups, ttl=TTL)
+    @initialize(total=st.integers(4, 14), windows=st.sampled_from(WINDOWS))
+    def begin(self, total: int, windows: tuple[int | None, ...]) -> None:
+        self.store = KVStore(total, SIZE, windows=windows, ahead=20, ttl=TTL)
         self.now = 0.0
         self.step = 0
         self.slots: list[list[int | None]] = [[None] * SIZE for _ in range(total)]
@@ -48,6 +49,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.slots[blocks[position // SIZE]][position % SIZE] = hash(tuple(tokens[: position + 1]))
         self.launch_and_apply()
         self.store.seal(table, tokens, len(tokens), self.now)
+        assert table.held <= self.store.blocks_for(len(tokens))
+        self.store.slide(table, len(tokens), self.now)
         return True
 
     @rule(
@@ -113,17 +116,21 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.store.check()
         for table, tokens in self.open:
-            for blocks in table.blocks:
+            for blocks, window in zip(table.blocks, self.store.windows, strict=True):
                 assert len(blocks) == -(-len(tokens) // SIZE)
-                for position in range(len(tokens)):
+                for position in range(0 if window is None else max(0, len(tokens) - window + 1), len(tokens)):
                     assert self.slots[blocks[position // SIZE]][position % SIZE] == hash(tuple(tokens[: position + 1]))
 
     @invariant()
     def blocks_that_several_tables_hold_are_counted_once(self) -> None:
         if not hasattr(self, "store"):
             return
+        if self.store.windows[0] is not None:
+            return
         tables = [table for table, _ in self.open]
-        alone = [len(table) - borrowed for table, borrowed in zip(tables, self.store.borrowed(tables), strict=True)]
+        alone = [
+            len(table.blocks[0]) - borrowed for table, borrowed in zip(tables, self.store.borrowed(tables), strict=True)
+        ]
         assert sum(alone) == len({block for table in tables for block in table.blocks[0]})
 
     def teardown(self) -> None:

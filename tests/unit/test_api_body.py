@@ -77,7 +77,7 @@ def test_deep_nesting_in_an_ignored_field_is_no_server_error(depth: int) -> None
     began = time.monotonic()
     answer = posted(GOOD[:-1] + b', "metadata": ' + deep + b"}")
     assert answer.status_code in (200, 400)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
 
 
 def test_brackets_within_a_text_are_no_lists() -> None:

@@ -16,7 +16,7 @@ class Traffic:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.store = KVStore(48, 2, ttl=5.0, groups=self.rng.choice([1, 2]))
+        self.store = KVStore(48, 2, ttl=5.0, windows=self.rng.choice([(None,), (None, None), (None, 5), (4,)]))
         self.open: list[tuple[BlockTable, list[int]]] = []
         self.now = 0.0
         self.step = 0

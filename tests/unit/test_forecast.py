@@ -86,7 +86,7 @@ def exact(sequences: list[Sequence], store: KVStore) -> int:
     highest = 0
     for moment in range(max(rests.values()) + 1):
         alive = [s for s in sequences if rests[id(s)] >= moment]
-        grown = sum(store.blocks_for(s.length + moment) - (len(s.table) if s.table else 0) for s in alive)
+        grown = sum(store.blocks_for(s.length + moment) - (s.table.held if s.table else 0) for s in alive)
         highest = max(highest, grown + sum(until >= moment for until in last.values()))
     return highest
 

@@ -46,7 +46,7 @@ def test_it_is_bounded_by_ids_and_by_entries_too() -> None:
 @pytest.mark.parametrize("short", [0.0, 0.3])
 def test_a_whole_recording_replays_to_the_same_tokens(depth: int, short: float) -> None:
     for seed in range(12):
-        setup = Setup(24, 4, 1, depth, 8, 16, 16, 5.0, True, 0.05, short=short, purges=0.02, publics=True)
+        setup = Setup(24, 4, (None,), depth, 8, 16, 16, 5.0, True, 0.05, short=short, purges=0.02, publics=True)
         driver = Driver(seed, setup=setup)
         driver.engine.recorder = Recorder(steps=10**6, ids=10**9)
         driver.run()
@@ -60,7 +60,7 @@ def test_a_whole_recording_replays_to_the_same_tokens(depth: int, short: float) 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_recording_that_begins_in_the_middle_replays_over_forgiving_ranks(depth: int) -> None:
-    driver = Driver(3, setup=Setup(40, 4, 1, depth, 8, 16, 16, 5.0, True, 0.0))
+    driver = Driver(3, setup=Setup(40, 4, (None,), depth, 8, 16, 16, 5.0, True, 0.0))
     driver.engine.recorder = Recorder(steps=20)
     driver.run()
     again = replay(driver.engine.recorder.dump(), ShadowGroup(40, 4, forgiving=True))
@@ -75,7 +75,7 @@ class Failing(ShadowGroup):
 
 
 def test_what_broke_a_group_breaks_its_replay() -> None:
-    setup = Setup(40, 4, 1, 1, 8, 64, 64, 5.0, True, 0.0)
+    setup = Setup(40, 4, (None,), 1, 8, 64, 64, 5.0, True, 0.0)
     driver = Driver(1, setup=setup)
     driver.engine._group = Failing(40, 4)
     with pytest.raises(RuntimeError, match="breaks"):
@@ -87,7 +87,7 @@ def test_what_broke_a_group_breaks_its_replay() -> None:
 
 
 def test_a_dump_names_no_namespace() -> None:
-    driver = Driver(5, setup=Setup(24, 4, 1, 1, 8, 16, 16, 5.0, True, 0.05, purges=0.2))
+    driver = Driver(5, setup=Setup(24, 4, (None,), 1, 8, 16, 16, 5.0, True, 0.05, purges=0.2))
     driver.run()
     keys = {key for line in driver.engine.recorder.dump() for key in line}
     assert keys <= {"at", "kind", "step", "drops", "rows", "copy", "zero", "tokens", "seconds", "dropped", "short"} | {
