@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.actor import ActorHandle
+from ray.util.placement_group import placement_group_table
 
 from cluster.actors import end_coordinator, open_coordinator
 from cluster.notices import Notice
@@ -29,7 +30,7 @@ from deploy.room import Demand, lack
 Progress = Callable[[str], None]
 
 PLACE_S = 25.0
-"""Groups that have not begun to start after so long do not get a place."""
+"""Groups that have no place after so long do not get one."""
 HEALTH_S = 60.0
 """How long the HTTP side may take once every group is ready."""
 GROUPS = "group"
@@ -166,13 +167,19 @@ class Service:
         application = serve.status().applications.get(self._name)
         if application is not None and application.status == "DEPLOY_FAILED":
             raise ServiceError(_deployment_faults(application))
-        if begun < plan.groups and waited > PLACE_S:
+        if begun < plan.groups and waited > PLACE_S and self._is_a_place_missing():
             free = _nodes(free=True)
             short = filter(None, (lack([replace(demand, groups=1)], free) for demand in plan.demands))
             raise ServiceError(
                 f"{plan.groups - begun} of {plan.groups} groups found no place within {waited:.0f} s: "
                 f"{next(short, 'Ray did not say why')}"
             )
+
+    def _is_a_place_missing(self) -> bool:
+        """Whether a group waits for its place. One that has it but has not said a word is only slow."""
+        ours = f"::{self._name}#{GROUPS}"
+        places = placement_group_table().values()
+        return any(ours in place["name"] and place["state"] not in ("CREATED", "REMOVED") for place in places)
 
     def _is_running(self) -> bool:
         """Whether Serve has brought every replica to this version, so that none of an older one answers."""

@@ -131,10 +131,10 @@ def rank_processes() -> set[int]:
     return {process.pid for process in processes() if "RankActor" in command_line(process)}
 
 
-def write_tiny_model(folder: Path, tokenizer_of: Path, seed: int = 7) -> Path:
+def write_tiny_model(folder: Path, tokenizer_of: Path, seed: int = 7, head_dim: int = 16) -> Path:
     """A random two-layer Llama with the tokenizer of a real model: a step takes a few milliseconds."""
     folder.mkdir()
-    hidden, heads, kv_heads, head_dim, inner, vocab = 64, 4, 2, 16, 96, 49_152
+    hidden, heads, kv_heads, inner, vocab = 64, 4, 2, 96, 49_152
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
