@@ -31,7 +31,7 @@ HeadNorm = Callable[[Tensor], None]
 
 
 class Activation(Enum):
-    """What a gated MLP does to its gate. GELU_TANH is the tanh approximation (arXiv 1606.08415)."""
+    """What an MLP does to its inside, or to the gate of it. GELU_TANH is the tanh approximation (arXiv 1606.08415)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
@@ -66,12 +66,24 @@ class Kernels(Protocol):
         """activation(x @ gate.T) * (x @ up.T); biases are those of gate and up."""
         ...
 
+    def activated(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, slot: str) -> Linear:
+        """activation(x @ weight.T + bias)."""
+        ...
+
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """stream + x @ weight.T + bias."""
         ...
 
     def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
         """RMSNorm: x / sqrt(mean(x²) + eps) * weight, computed in fp32 (arXiv 1910.07467)."""
+        ...
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float, *, slot: str) -> Norm:
+        """LayerNorm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, computed in fp32 (arXiv 1607.06450)."""
+        ...
+
+    def adding_norm(self, weight: Tensor, eps: float) -> Adding:
+        """stream + RMSNorm(x), for x fp32 [T, d]."""
         ...
 
     def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, layer_norm, linear, silu
 
 from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.attention.reference import ReferenceAttention
@@ -50,6 +50,11 @@ class TorchKernels:
 
         return apply
 
+    def activated(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, slot: str) -> Linear:
+        """See Kernels.activated."""
+        product = self._product(weight, bias)
+        return lambda x: _activate(product(x), activation)
+
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """See Kernels.adding."""
         product = self._product(weight, bias)
@@ -58,6 +63,16 @@ class TorchKernels:
     def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
         """See Kernels.norm."""
         return RMSNorm(weight, eps, self.dtype)
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float, *, slot: str) -> Norm:
+        """See Kernels.layer_norm."""
+        size, scale, shift, dtype = weight.shape, weight.float(), bias.float(), self.dtype
+        return lambda x: layer_norm(x.float(), size, scale, shift, eps).to(dtype)
+
+    def adding_norm(self, weight: Tensor, eps: float) -> Adding:
+        """See Kernels.adding_norm."""
+        norm = RMSNorm(weight, eps, self.dtype)
+        return lambda x, stream: stream + norm(x)
 
     def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:
         """See Kernels.head_norm."""

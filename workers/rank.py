@@ -172,7 +172,7 @@ class Rank:
         self._max_model_len = min(settings.max_model_len or own, own)
         dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
         precision = settings.kv_precision.settle(Precision.parse(dtype))
-        facts = (settings.revision, precision.spelled(spec.layers), settings.weight_precision, spec.rope)
+        facts = (settings.revision, precision.spelled(spec.layers), settings.weight_precision, spec.ropes)
         self._scheme = "|".join(map(str, facts)).encode()
         device = torch.device(settings.device)
         if address is None:

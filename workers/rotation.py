@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from workers.models.rope import Rope
 
@@ -26,18 +27,21 @@ class Rotation:
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self._rope = rope
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._frequencies = _frequencies(rope, self._exponents, head_dim).to(device)
+        size = rope.rotated(head_dim)
+        self._exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        self._frequencies = _frequencies(rope, self._exponents, size).to(device)
         self._exponents = self._exponents.to(device)
-        self._growth = head_dim / (head_dim - 2)
+        self._growth = size / max(1, size - 2)
         self._length = torch.tensor(rope.attention_factor, dtype=torch.float32, device=device)
+        self._still = (head_dim - size) // 2
 
     def at(self, positions: Tensor) -> Tensor:
         """Turns at `positions` (int64 [T]): complex64 [T, 1, head_dim / 2]."""
         angles = positions.float()[:, None] * self._frequencies
         if self._rope.kind == "dynamic":
             angles = torch.where((positions < self._rope.original_length)[:, None], angles, self._stretched(positions))
-        return torch.polar(self._length.expand_as(angles), angles)[:, None]
+        turns = torch.polar(self._length.expand_as(angles), angles)
+        return (pad(turns, (0, self._still), value=1.0) if self._still else turns)[:, None]
 
     def _stretched(self, positions: Tensor) -> Tensor:
         rope = self._rope
@@ -57,9 +61,12 @@ def rotate(x: Tensor, turns: Tensor) -> None:
         pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turns))
 
 
-def pair_up(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows of [heads * head_dim, …] reordered within each head: 0, d/2, 1, d/2 + 1, …"""
-    order = torch.arange(head_dim).view(2, -1).t().reshape(-1)
+def pair_up(tensor: Tensor, head_dim: int, rotated: int | None = None) -> Tensor:
+    """Rows of [heads * head_dim, …] reordered within each head, of which the first d = `rotated` turn (None: all of
+    it): 0, d/2, 1, d/2 + 1, …; the rest stays where it is."""
+    order = torch.arange(head_dim)
+    size = head_dim if rotated is None else rotated
+    order[:size] = order[:size].view(2, -1).t().reshape(-1)
     return tensor.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
 
@@ -72,6 +79,8 @@ def _frequencies(rope: Rope, exponents: Tensor, head_dim: int) -> Tensor:
         return _llama3(rope, plain)
     if rope.kind == "yarn":
         return _yarn(rope, plain, head_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     return plain
 
 

@@ -19,7 +19,7 @@ from workers.batch import Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
-from workers.models.llama import LlamaModel
+from workers.models.decoder import Decoder
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
 from workers.plan import Draw, Row, StepPlan, StepResult
@@ -59,7 +59,7 @@ class Runner:
         self._max_rows = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._reach = spec.context_length
-        self.choice = choose_kernels(dtype, self.device, self.layout, wish)
+        self.choice = choose_kernels(dtype, self.device, self.layout, wish, spec)
         self._kernels = self.choice.kernels
         self._sample = self._kernels.sampler()
         self._batcher = Batcher(block_size, self.device)
@@ -69,9 +69,7 @@ class Runner:
         self.last_step = -1
         self.pool: KVPool | None = None
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-            self._model = LlamaModel(
-                spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device
-            )
+            self._model = Decoder(spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device)
             checkpoint.finish()
         self._demand = self._demand_of(spec)
 

@@ -13,9 +13,9 @@ import torch
 from kvstore.layout import KVLayout
 from workers.kernels import Kernels
 from workers.layers import TorchKernels
-from workers.models.spec import Unsupported
+from workers.models.spec import ModelSpec, Unsupported
 from workers.native.attention import layout_fault
-from workers.native.kernels import NativeKernels
+from workers.native.kernels import NativeKernels, model_fault
 from workers.native.library import NativeUnavailable, load_library
 from workers.native.processor import Processor
 from workers.settings import KERNELS, WEIGHT_PRECISIONS
@@ -41,9 +41,12 @@ class Choice:
     second_best: bool = False
 
 
-def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wish | None = None) -> Choice:
+def choose_kernels(
+    dtype: str, device: torch.device, layout: KVLayout, wish: Wish | None = None, spec: ModelSpec | None = None
+) -> Choice:
     """The fastest kernels for weights of `dtype` (fp32, bf16, fp16) and a KV cache of `layout` on `device` that do what
-    `wish` says. Raises ValueError for what nobody knows, Unsupported for what cannot be had here."""
+    `wish` says and have what the layers of a model of `spec` need. Raises ValueError for what nobody knows,
+    Unsupported for what cannot be had here."""
     wish = wish or Wish()
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
@@ -52,7 +55,7 @@ def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wis
         raise ValueError(f"weight_precision {wish.weight_precision!r} is not supported; known: {known}")
     family, _, exact = wish.kernels.partition("-")
     if family == "native" or (wish.kernels == "auto" and wish.weight_precision == "int8"):
-        return Choice(_native(device, layout, wish, exact or None), "as configured")
+        return Choice(_native(device, layout, wish, exact or None, spec), "as configured")
     if wish.weight_precision == "int8":
         raise Unsupported(f"weight_precision int8 needs kernels: native; {wish.kernels} have none for it")
     if wish.kernels != "auto":
@@ -65,17 +68,19 @@ def choose_kernels(dtype: str, device: torch.device, layout: KVLayout, wish: Wis
     if len(processor.variants) == 1:
         why = f"{processor.name} has neither AVX512 nor AVX2, and native kernels are slow without"
         return Choice(_torch(dtype, device, "auto"), why)
+    if spec is not None and (fault := model_fault(spec)):
+        return Choice(_torch(dtype, device, "auto"), f"native kernels cannot be used: {fault}")
     try:
-        return Choice(_native(device, layout, wish, None), f"the fastest for {processor.name}")
+        return Choice(_native(device, layout, wish, None, spec), f"the fastest for {processor.name}")
     except Unsupported as error:
         return Choice(_torch(dtype, device, "auto"), str(error), second_best=True)
 
 
-def _native(device: torch.device, layout: KVLayout, wish: Wish, variant: str | None) -> Kernels:
+def _native(device: torch.device, layout: KVLayout, wish: Wish, variant: str | None, spec: ModelSpec | None) -> Kernels:
     """Raises Unsupported with the reason."""
     if device.type != "cpu":
         raise Unsupported(f"native kernels run on a CPU, not on {device.type}")
-    if fault := layout_fault(layout):
+    if fault := layout_fault(layout) or (model_fault(spec) if spec else ""):
         raise Unsupported(f"native kernels cannot be used: {fault}")
     try:
         library = load_library(wish.folder, variant=variant)

@@ -56,6 +56,10 @@ class Checkpoint:
     ) -> None:
         self._mapped.clear()
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return name in self._entries
+
     def take(
         self,
         name: str,

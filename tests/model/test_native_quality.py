@@ -15,7 +15,7 @@ from workers.batch import build_batch
 from workers.kernels import Kernels
 from workers.kvpool import KVPool
 from workers.layers import TorchKernels
-from workers.models.llama import LlamaModel
+from workers.models.decoder import Decoder
 from workers.models.spec import ModelSpec
 from workers.native.kernels import NativeKernels
 from workers.native.library import load_library
@@ -45,7 +45,7 @@ def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: 
     spec, device = ModelSpec.read(folder), torch.device("cpu")
     blocks = -(-len(tokens) // BLOCK)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-        model = LlamaModel(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)
+        model = Decoder(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)
         pool = KVPool(spec.layout(BLOCK, PrecisionMap.uniform(precision), 1)[0], blocks, device)
         attention = kernels.attention(pool, model.rules)
         row = Row(tuple(tokens), 0, (tuple(range(blocks)),), None)

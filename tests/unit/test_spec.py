@@ -120,8 +120,27 @@ def test_context_reaches_as_far_as_the_rope_stretches_it(rope: dict[str, Any] | 
         LLAMA | {"partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": 0},
     ],
 )
-def test_a_window_that_is_off_is_accepted(config: dict[str, Any]) -> None:
-    assert ModelSpec.parse(config).layers == 30
+def test_a_window_that_is_off_or_reaches_everything_is_none(config: dict[str, Any]) -> None:
+    assert ModelSpec.parse(config).windows == (None,) * 30
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 512}, (512,) * 30),
+        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, (4096,) * 30),
+        (MISTRAL | {"sliding_window": 8192, "rope_scaling": {"type": "linear", "factor": 2}}, (8192,) * 30),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}, (None,) * 28 + (4096,) * 2),
+        (
+            QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 15},
+            (4096, None) * 15,
+        ),
+    ],
+)
+def test_windows_are_those_of_each_layer(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    spec = ModelSpec.parse(config)
+    assert spec.windows == windows
+    assert tuple(layer.window for layer in spec.layout(16, BF16, 1)[0].layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -129,12 +148,9 @@ def test_a_window_that_is_off_is_accepted(config: dict[str, Any]) -> None:
     [
         (LLAMA | {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
         (LLAMA | {"architectures": None}, "architecture"),
-        (MISTRAL | {"sliding_window": 4096}, "sliding_window 4096"),
-        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window 4096"),
-        (MISTRAL | {"sliding_window": 8192, "rope_scaling": {"type": "linear", "factor": 2}}, "sliding_window"),
         (LLAMA | {"sliding_window": 512}, "sliding_window"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}, "sliding_window"),
-        (QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 30}, "sliding_window"),
+        (QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 29}, "layer_types"),
+        (QWEN3 | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 30}, "chunked_attention"),
         (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

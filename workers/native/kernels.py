@@ -13,12 +13,14 @@ from torch import Tensor
 from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
+from workers.models.parts import NormKind
+from workers.models.spec import ModelSpec, Unsupported
 from workers.native.arena import Arena
 from workers.native.attention import NativeAttention
 from workers.native.calls import Calls
 from workers.native.library import Library
 from workers.native.linear import Finish, NativeLinear
-from workers.native.norm import NativeHeadNorm, NativeNorm
+from workers.native.norm import NativeHeadNorm, NativeNorm, NativeNormOnto
 from workers.native.packing import PackedWeights
 from workers.native.sampling import NativeSampler
 from workers.native.workspace import Workspace
@@ -56,6 +58,10 @@ class NativeKernels:
         """See Kernels.gated."""
         return self._packed((gate, up), biases or (None, None), Finish.of(activation), slot)
 
+    def activated(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, slot: str) -> Linear:
+        """Raises Unsupported."""
+        raise Unsupported("native kernels have no MLP without a gate")
+
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """See Kernels.adding."""
         return self._packed((weight,), (bias,), Finish.ADD, "").add
@@ -63,6 +69,14 @@ class NativeKernels:
     def norm(self, weight: Tensor, eps: float, *, slot: str) -> Norm:
         """See Kernels.norm."""
         return NativeNorm(self._calls, weight, eps, slot)
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float, *, slot: str) -> Norm:
+        """Raises Unsupported."""
+        raise Unsupported("native kernels have no LayerNorm")
+
+    def adding_norm(self, weight: Tensor, eps: float) -> Adding:
+        """See Kernels.adding_norm."""
+        return NativeNormOnto(self._calls, weight, eps)
 
     def head_norm(self, weight: Tensor, eps: float) -> HeadNorm:
         """See Kernels.head_norm."""
@@ -82,3 +96,12 @@ class NativeKernels:
         int8 = self._int8 and slot != LOGITS
         packed = PackedWeights.of(self._library, self._arena, weights, biases, int8=int8)
         return NativeLinear(self._calls, packed, finish, slot)
+
+
+def model_fault(spec: ModelSpec) -> str:
+    """Why native kernels cannot compute a model's layers; empty when they can."""
+    if spec.norm is NormKind.LAYER:
+        return f"they have no LayerNorm, which {spec.architecture} needs"
+    if not spec.gated:
+        return f"they have no MLP without a gate, which {spec.architecture} needs"
+    return ""

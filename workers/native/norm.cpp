@@ -1,4 +1,4 @@
-// RMSNorm of rows of the fp32 residual stream, and of single heads in place. arXiv 1910.07467.
+// RMSNorm of rows of the fp32 residual stream, of what is about to be added to it, and of single heads in place. arXiv 1910.07467.
 //
 // A row is one thread's work and its sum of squares has one order, so its bits depend on its own values alone.
 #include <cmath>
@@ -50,6 +50,14 @@ void norm_row(const float* x, std::int64_t count, const float* weight, float eps
     for (; i < count; i++) out[i] = to_bf16(x[i] * scale * weight[i]);
 }
 
+void norm_row_onto(const float* x, std::int64_t count, const float* weight, float eps, float* stream) {
+    const float scale = factor(square_sum(x, count, load_fp32), count, eps);
+    std::int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store(stream + i, load(stream + i) + load(x + i) * scale * load(weight + i));
+    for (; i < count; i++) stream[i] += x[i] * scale * weight[i];
+}
+
 void norm_head(std::uint16_t* x, std::int64_t count, const float* weight, float eps) {
     const float scale = factor(square_sum(x, count, load_bf16), count, eps);
     std::int64_t i = 0;
@@ -77,6 +85,26 @@ int tg_norm(const void* arguments) {
     in_team(rows * count <= SPLIT, [&](int rank, int size) {
         for (std::int64_t row = share_begin(rows, rank, size); row < share_begin(rows, rank + 1, size); row++)
             norm_row(call->x + row * count, count, call->weight, call->eps, call->out + row * count);
+    });
+    return 0;
+}
+
+// What tg_norm makes of x, in fp32, added to stream fp32 [rows, count], contiguous. Mirrored by norm.py.
+struct TgNormOnto {
+    const float* x;
+    std::int64_t rows;
+    std::int64_t count;
+    const float* weight;
+    float* stream;
+    float eps;
+};
+
+int tg_norm_onto(const void* arguments) {
+    const auto* const call = static_cast<const TgNormOnto*>(arguments);
+    const std::int64_t rows = call->rows, count = call->count;
+    in_team(rows * count <= SPLIT, [&](int rank, int size) {
+        for (std::int64_t row = share_begin(rows, rank, size); row < share_begin(rows, rank + 1, size); row++)
+            norm_row_onto(call->x + row * count, count, call->weight, call->eps, call->stream + row * count);
     });
     return 0;
 }

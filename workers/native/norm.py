@@ -26,6 +26,19 @@ class _Norm(ctypes.Structure):
     )
 
 
+class _NormOnto(ctypes.Structure):
+    """TgNormOnto of norm.cpp."""
+
+    _fields_ = (
+        ("x", _POINTER),
+        ("rows", _SIZE),
+        ("count", _SIZE),
+        ("weight", _POINTER),
+        ("stream", _POINTER),
+        ("eps", _FLOAT),
+    )
+
+
 class _HeadNorm(ctypes.Structure):
     """TgHeadNorm of norm.cpp."""
 
@@ -71,6 +84,30 @@ class NativeNorm:
         self._out = self._take(self._slot, rows, columns, torch.bfloat16)
         call.out = self._out.data_ptr()
         self._x = x
+
+
+class NativeNormOnto:
+    """stream + RMSNorm(x)."""
+
+    def __init__(self, calls: Calls, weight: Tensor, eps: float) -> None:
+        if weight.dim() != 1 or not weight.numel():
+            raise ValueError(f"a norm's weight must be [d], got {list(weight.shape)}")
+        self._weight = weight.float().contiguous()
+        self._size = weight.numel()
+        self._norm = _NormOnto(count=self._size, weight=self._weight.data_ptr(), eps=eps)
+        self._run = Call(calls, "tg_norm_onto", self._norm)
+
+    def __call__(self, x: Tensor, stream: Tensor) -> Tensor:
+        """Both fp32 [T, d], contiguous → the latter, changed in place."""
+        for part in (x, stream):
+            if part.dtype is not torch.float32 or part.shape != (len(x), self._size) or not part.is_contiguous():
+                raise ValueError(
+                    f"a norm is added as fp32 [T, {self._size}], contiguous, got {part.dtype} {list(part.shape)}"
+                )
+        call = self._norm
+        call.x, call.rows, call.stream = x.data_ptr(), len(x), stream.data_ptr()
+        self._run()
+        return stream
 
 
 class NativeHeadNorm:

@@ -1,0 +1,1 @@
+"""How each family of models spells its config.json."""
