@@ -22,8 +22,8 @@ class Demand:
     """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this
     rank, `vocabulary` is what it sees of the logits (all of it on rank 0). `item` are bytes of an activation,
     `slot` those that a head keeps of a token in the widest layer; `decodes`: they must become fp32 before they are
-    of use. A gather of one-token rows names at most `gather_slots` slots, unless one row has more; 0: attention
-    gathers nothing. `scores`: a chunk's scores are materialised (on a GPU); torch's CPU kernel works in tiles."""
+    of use. A gather of one-token rows names at most `gather_slots` slots (0: attention gathers nothing), one of a
+    longer row `tile`, whose scores are made for `block` tokens at a time. `windows` are those of the layer groups."""
 
     hidden: int
     q_heads: int
@@ -35,21 +35,22 @@ class Demand:
     slot: int
     decodes: bool
     gather_slots: int
-    scores: bool
+    tile: int
+    block: int
+    windows: tuple[int | None, ...]
 
     def buffers(self, plan: StepPlan) -> tuple[int, ...]:
         """Bytes of the largest buffers that live at the same time, none of them 0; () for a plan without rows."""
         singles = [row.start + 1 for row in plan.rows if len(row.tokens) == 1]
         chunks = [(len(row.tokens), row.start + len(row.tokens)) for row in plan.rows if len(row.tokens) > 1]
-        widest = max(singles, default=0)
-        gathered = max(widest, min(sum(singles), self.gather_slots))
-        longest = max((length for _, length in chunks), default=0)
+        gathered = min(self._seen(singles), self.gather_slots)
+        tile = min(max((length for _, length in chunks), default=0), self.tile)
         attention = (
             ()
             if not self.gather_slots
             else (
                 self._index_bytes(singles, chunks),
-                max(gathered, longest) * self.kv_heads * self._gathered_bytes(),
+                max(gathered, tile) * self.kv_heads * self._gathered_bytes(),
                 self._score_bytes(gathered, chunks),
             )
         )
@@ -58,6 +59,10 @@ class Demand:
         later = (logits,) if logits > sum(attention) else attention
         return tuple(part for part in (plan.tokens * self._token_bytes(), *later) if part)
 
+    def _seen(self, lengths: list[int]) -> int:
+        """Slots that rows of such lengths read in the layer group that reads most."""
+        return max(sum(min(length, window or length) for length in lengths) for window in self.windows)
+
     def _token_bytes(self) -> int:
         """The residual stream and its norm with two fp32 copies (one is what ranks add up); and, one after the other,
         queries, keys and values with what attention makes of them, or both halves of the MLP and their product."""
@@ -65,10 +70,12 @@ class Demand:
         return 2 * (self.item + _FP32) * self.hidden + max(heads * self.head_dim, 3 * self.item * self.inner)
 
     def _index_bytes(self, singles: list[int], chunks: list[tuple[int, int]]) -> int:
-        """Every row's index into the pool, for each head, and the masks; all layers share them."""
-        slots = sum(singles) + sum(length for _, length in chunks)
-        masks = self.kv_heads * sum(singles) + sum(count * length for count, length in chunks if length > count)
-        return slots * self.kv_heads * _INDEX + masks * _FP32
+        """Every row's index into the pool, for each head; all layers of a group share it."""
+        slots = 0
+        for window in self.windows:
+            slots += sum(min(length, window or length) for length in singles)
+            slots += sum(min(length, (window or length) + count) for count, length in chunks)
+        return slots * self.kv_heads * _INDEX
 
     def _gathered_bytes(self) -> int:
         """Of one head's slot, as it is stored and in fp32."""
@@ -79,8 +86,9 @@ class Demand:
         return item if item == _FP32 else item + _FP32
 
     def _score_bytes(self, gathered: int, chunks: list[tuple[int, int]]) -> int:
-        """Scores and their softmax, fp32, of the largest gather or chunk."""
-        largest = gathered
-        if self.scores:
-            largest = max(largest, *(count * length for count, length in chunks), 0)
-        return 2 * _FP32 * self.q_heads * largest
+        """Scores and their softmax of the largest gather; or a block's scores over a tile, with the queries and sums of
+        its whole row. All in fp32."""
+        largest = 2 * gathered
+        for count, length in chunks:
+            largest = max(largest, min(count, self.block) * min(length, self.tile) + 2 * count * self.head_dim)
+        return _FP32 * self.q_heads * largest

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvstore.layout import KVLayout, Precision, split_evenly
 from kvstore.precisions import PrecisionMap
 from workers.attention.backend import AttentionBackend
-from workers.attention.reference import BUCKET_SLOTS
+from workers.attention.tiles import BLOCK, BUCKET_SLOTS, TILE
 from workers.batch import Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
@@ -169,7 +169,9 @@ class Runner:
             slot=max(layer.slot_bytes for layer in self.layout.layers),
             decodes=self.layout.precisions != {Precision.FP32},
             gather_slots=0 if self._kernels.in_place else BUCKET_SLOTS,
-            scores=self.device.type != "cpu",
+            tile=TILE,
+            block=BLOCK,
+            windows=tuple(group.window for group in self.layout.groups),
         )
 
     def _largest(self) -> StepPlan:

@@ -292,7 +292,9 @@ def _demands(shape: ModelShape, ranks: int, item: int) -> Iterator[Demand]:
             slot=0,
             decodes=False,
             gather_slots=0,
-            scores=False,
+            tile=0,
+            block=0,
+            windows=(None,),
         )
 
 

@@ -1,8 +1,8 @@
 """ModelShape: the sizes of a model that memory depends on, and how many weights they make, whole and on one rank.
 
 Knows neither a KV precision nor a device, and not whether this version serves the model: it is there to plan with. How
-weights are spread is what `workers.models.decoder` does: heads, MLP columns and vocabulary are split, norms are whole on
-every rank, a bias after a reduction is rank 0's. Sizes are in elements.
+weights are spread is what `workers.models.decoder` does: heads, MLP columns and vocabulary are split, norms are whole
+on every rank, a bias after a reduction is rank 0's. Sizes are in elements.
 """
 
 from __future__ import annotations

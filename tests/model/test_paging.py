@@ -11,7 +11,7 @@ import torch
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from tests.model.tiny import FAMILIES, Ranks, prompt, row, save_model, tables
-from workers.attention import reference
+from workers.attention import tiles as attention_tiles
 from workers.plan import Draw, StepPlan
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -95,7 +95,7 @@ def mixed_run(ranks: Ranks, poisoned: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("bucket", [32_768, 40])
 def test_nan_in_every_unused_slot_changes_no_bit(ranks: Ranks, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "BUCKET_SLOTS", bucket)
+    monkeypatch.setattr(attention_tiles, "BUCKET_SLOTS", bucket)
     clean = mixed_run(ranks, poisoned=False)
     ranks.runners[0].allocate(BLOCKS)
     dirty = mixed_run(ranks, poisoned=True)
@@ -105,7 +105,7 @@ def test_nan_in_every_unused_slot_changes_no_bit(ranks: Ranks, bucket: int, monk
 
 
 def test_neighbours_hardly_touch_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "BUCKET_SLOTS", 64)
+    monkeypatch.setattr(attention_tiles, "BUCKET_SLOTS", 64)
     lengths = [50, 2, 19, 33, 48, 1, 7]
     outputs = []
     for together in (True, False):

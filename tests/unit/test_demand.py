@@ -21,7 +21,9 @@ DEMAND = Demand(
     slot=2 * 64 * 2,
     decodes=True,
     gather_slots=32_768,
-    scores=False,
+    tile=256,
+    block=128,
+    windows=(None,),
 )
 
 
@@ -43,10 +45,10 @@ def test_a_step_without_rows_asks_for_nothing() -> None:
 def test_a_chunk_of_a_prompt_by_hand() -> None:
     token = 2 * (2 + 4) * 576 + max(3 * 2 * 1536, 64 * (2 * (9 + 6) + 6 * 9))
     index = 512 * 3 * 8
-    gather = 512 * 2 * 3 * 64 * (2 + 4)
-    assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather)
-    masked = DEMAND.buffers(plan((512, 512, False)))
-    assert masked == (512 * token, 2 * index + 512 * 1024 * 4, 2 * gather)
+    gather = 256 * 2 * 3 * 64 * (2 + 4)
+    scores = 4 * 9 * (128 * 256 + 2 * 512 * 64)
+    assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather, scores)
+    assert DEMAND.buffers(plan((512, 512, False))) == (512 * token, 2 * index, gather, scores)
 
 
 def test_logits_come_when_attention_is_done() -> None:
@@ -58,10 +60,10 @@ def test_logits_come_when_attention_is_done() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-@pytest.mark.parametrize("scores", [False, True])
-def test_more_work_never_asks_for_less(seed: int, scores: bool) -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 700)])
+def test_more_work_never_asks_for_less(seed: int, windows: tuple[int | None, ...]) -> None:
     dice = random.Random(seed)
-    demand = replace(DEMAND, scores=scores, slot=dice.choice([256, 512]), gather_slots=dice.choice([64, 4096]))
+    demand = replace(DEMAND, windows=windows, slot=dice.choice([256, 512]), gather_slots=dice.choice([64, 4096]))
     rows = [
         (dice.choice([1, 1, 1, 40]), dice.randrange(0, 3000), dice.random() < 0.7) for _ in range(dice.randrange(1, 9))
     ]
@@ -81,9 +83,9 @@ def test_one_gather_is_bounded_however_many_rows_there_are() -> None:
     assert hundred[1] == 10 * ten[1], "the index names every slot"
 
 
-def test_a_gpu_holds_the_scores_of_a_chunk_and_more_ranks_share_the_rest() -> None:
-    chunk = plan((512, 3584, False))
-    extra = asked(chunk, replace(DEMAND, scores=True)) - asked(chunk)
-    assert extra == 2 * 4 * 9 * 512 * 4096
+def test_more_ranks_share_the_work_and_a_window_bounds_it() -> None:
+    chunk, far = plan((512, 3584, False)), plan((512, 35840, False))
     half = replace(DEMAND, q_heads=5, kv_heads=2, inner=768)
-    assert asked(chunk, half) < asked(chunk)
+    assert asked(chunk, half) < asked(chunk) < asked(far)
+    windowed = replace(DEMAND, windows=(1024,))
+    assert asked(chunk, windowed) == asked(far, windowed) < asked(chunk)

@@ -21,6 +21,8 @@ SHELLS = {
     "workers.attention.backend",
     "workers.attention.formats",
     "workers.attention.reference",
+    "workers.attention.softmax",
+    "workers.attention.tiles",
     "workers.batch",
     "workers.footprint",
     "workers.gloo",

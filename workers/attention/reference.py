@@ -1,109 +1,100 @@
-"""ReferenceAttention: plain torch on any device. Gathers each row's slots, then multiplies in fp32.
+"""ReferenceAttention: plain torch on any device. Gathers a tile of slots, multiplies in fp32, goes on to the next tile.
 
-One-token rows go together: gather, then batched products with the query heads of a KV head as rows. Longer rows go one
-by one through torch's scaled_dot_product_attention. A row's gather names only slots below its length: shorter rows of a
-bucket repeat their last slot and mask it, so that what lies in unused slots is never read.
+A step's working memory does not grow with the context: a bounded number of slots is gathered at a time, and scores are
+those of a bounded number of tokens over them. Batched products have the query heads of a KV head as rows, so keys and
+values are never repeated. What lies in slots that a token does not see never gets into its sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvstore.layout import Precision
-from workers.attention import formats
+from workers.attention import formats, tiles
 from workers.attention.backend import AttentionRule
-from workers.batch import Batch, Span
+from workers.attention.softmax import OnlineSoftmax, capped
+from workers.attention.tiles import Chunk, Decode, Tile
+from workers.batch import Batch
 from workers.kvpool import KVPool
-from workers.models.spec import Unsupported
 from workers.rotation import rotate
-
-BUCKET_SLOTS = 32_768
-"""Slots that one gather names at most (unless a single row has more): bounds a step's working memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """One-token rows of similar length. `rows` int64 [B] or None for the whole batch in order; `index` into the pool's
-    slots, flat [B, heads, L]; `mask` fp32 [B * heads, 1, L], 0 or -inf; `length` = L."""
-
-    rows: Tensor | None
-    index: Tensor
-    mask: Tensor
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A row of several tokens. `index` flat [heads, L]; `mask` fp32 [count, L], None when causal from 0."""
-
-    first: int
-    count: int
-    index: Tensor
-    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step as one layer group sees it. `write`: where its tokens go, int64 [T * heads]. `narrow` (slots as they are
-    stored, uint8) and `wide` (fp32, [2, largest gather, head_dim]) take one gather at a time. They are made once per
-    step, as fresh memory for every layer would cost more than the copy into it."""
+    """A step as one layer group sees it. `write`: where its tokens go, int64 [T * heads]."""
 
     write: Tensor
-    decodes: tuple[_Decode, ...]
-    chunks: tuple[_Chunk, ...]
+    decodes: tuple[Decode, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tiles(self) -> Iterator[Tile]:
+        """All that are gathered, one after the other."""
+        yield from (tile for decode in self.decodes for tile in decode.tiles)
+        yield from (tile for chunk in self.chunks for tile in chunk.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`groups`: the step as each layer group sees it. `narrow` (slots as they are stored, uint8) and `wide` (fp32, [2,
+    largest gather, head_dim]) take one gather at a time. They are made once per step, as fresh memory for every layer
+    would cost more than the copy into it."""
+
+    groups: tuple[_Rows, ...]
     narrow: Tensor
     wide: Tensor
 
-    def read(self, pool: KVPool, layer: int, index: Tensor) -> list[Tensor]:
-        """Keys and values of `layer` at `index` in fp32, each [len(index), head_dim]; valid until the next read."""
-        kept = pool.layout.layers[layer]
-        narrow = self.narrow[: len(index) * kept.slot_bytes].view(-1, kept.slot_bytes)
-        pool.gather(layer, index, narrow)
+    def read(self, pool: KVPool, layer: int, tile: Tile) -> list[Tensor]:
+        """Keys and values of `layer` in `tile`, fp32 [rows * heads, width, head_dim]; valid until the next read."""
+        kept, size = pool.layout.layers[layer], len(tile.index)
+        narrow = self.narrow[: size * kept.slot_bytes].view(-1, kept.slot_bytes)
+        pool.gather(layer, tile.index, narrow)
         parts = narrow.split([vector.bytes for vector in kept.vectors], -1)
         return [
-            formats.decode(part, vector.precision, wide[: len(index)])
+            formats.decode(part, vector.precision, wide[:size]).unflatten(0, (-1, tile.stop - tile.first))
             for part, vector, wide in zip(parts, kept.vectors, self.wide, strict=True)
         ]
 
 
 class ReferenceAttention:
-    """The backend over `pool` for heads of pool.head_dim, one rule per layer."""
+    """The backend over `pool` for heads of pool.head_dim, one rule per layer, whose window is its layer group's."""
 
     name = "reference"
 
     def __init__(self, pool: KVPool, rules: Sequence[AttentionRule]) -> None:
-        if any((rule.softcap, rule.window, rule.sinks) != (None,) * 3 for rule in rules):
-            raise Unsupported("reference attention knows neither windows nor soft-capping nor sinks")
+        for layer, rule in enumerate(rules):
+            if rule.window != pool.windows[pool.group_of[layer]]:
+                raise ValueError(f"layer {layer} has a window of {rule.window}, its pages are kept for another")
         self._pool = pool
         self._rules = rules
         self._widest = max(layer.slot_bytes for layer in pool.layout.layers)
         self._decodes = pool.layout.precisions != {Precision.FP32}
 
-    def prepare(self, batch: Batch) -> tuple[_Rows, ...]:
-        """Indices and masks of one step, for each layer group."""
-        return tuple(self._rows(batch, group) for group in range(len(self._pool.windows)))
+    def prepare(self, batch: Batch) -> _Step:
+        """What one step reads and writes."""
+        pool = self._pool
+        groups = tuple(self._rows(batch, group) for group in range(len(pool.windows)))
+        size = max(len(tile.index) for rows in groups for tile in rows.tiles)
+        narrow = torch.empty(size * self._widest, dtype=torch.uint8, device=pool.device)
+        return _Step(groups, narrow, torch.empty(2, size if self._decodes else 0, pool.head_dim, device=pool.device))
 
     def _rows(self, batch: Batch, group: int) -> _Rows:
-        single = [span for span in batch.spans if span.count == 1]
-        decodes = tuple(self._decode(rows, len(batch.tokens), group) for rows in _buckets(single))
-        chunks = tuple(self._chunk(span, group) for span in batch.spans if span.count > 1)
-        gathers = [decode.index for decode in decodes] + [chunk.index for chunk in chunks]
-        size = max(len(index) for index in gathers)
         pool = self._pool
-        narrow = torch.empty(size * self._widest, dtype=torch.uint8, device=pool.device)
-        wide = torch.empty(2, size if self._decodes else 0, pool.head_dim, device=pool.device)
-        return _Rows(pool.rows(batch.slots(group)).view(-1), decodes, chunks, narrow, wide)
+        return _Rows(
+            pool.rows(batch.slots(group)).view(-1),
+            tiles.decodes(pool, batch.spans, len(batch.tokens), group),
+            tiles.chunks(pool, batch.spans, group),
+        )
 
     def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
         """See AttentionBackend.attend."""
-        assert isinstance(step, tuple)
+        assert isinstance(step, _Step)
         pool = self._pool
-        rows: _Rows = step[pool.group_of[layer]]
+        rows = step.groups[pool.group_of[layer]]
         each = heads.unflatten(-1, (-1, pool.head_dim))
         first = each.shape[1] - 2 * pool.heads
         if turns is not None:
@@ -111,14 +102,16 @@ class ReferenceAttention:
         query = each[:, :first]
         self._store(layer, each[:, first:].unflatten(1, (2, -1)).unbind(1), rows)
         if len(rows.decodes) == 1 and rows.decodes[0].rows is None:
-            return self._attend_decode(rows, layer, query, rows.decodes[0])
+            return self._attend_decode(step, layer, query, rows.decodes[0]).to(query.dtype)
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
         for decode in rows.decodes:
             assert decode.rows is not None
-            out[decode.rows] = self._attend_decode(rows, layer, query.index_select(0, decode.rows), decode)
+            out[decode.rows] = self._attend_decode(step, layer, query.index_select(0, decode.rows), decode).to(
+                out.dtype
+            )
         for chunk in rows.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
-            out[part] = self._attend_chunk(rows, layer, query[part], chunk)
+            self._attend_chunk(step, layer, query[part], chunk, out[part])
         return out
 
     def _store(self, layer: int, parts: Sequence[Tensor], step: _Rows) -> None:
@@ -127,81 +120,45 @@ class ReferenceAttention:
         fresh = [formats.encode(part, vector.precision) for part, vector in zip(parts, kept.vectors, strict=True)]
         self._pool.scatter(layer, step.write, torch.cat(fresh, -1).view(-1, kept.slot_bytes))
 
-    def _attend_decode(self, step: _Rows, layer: int, query: Tensor, decode: _Decode) -> Tensor:
-        """[B, q_heads, head_dim] → [B, q_heads * head_dim]."""
-        heads, dim = self._pool.heads, self._pool.head_dim
-        rows = query.shape[0]
-        keys, values = (part.unflatten(0, (rows * heads, -1)) for part in step.read(self._pool, layer, decode.index))
-        grouped = query.float().reshape(rows * heads, -1, dim)
-        scores = torch.baddbmm(decode.mask, grouped, keys.transpose(1, 2), alpha=self._rules[layer].scale)
-        return torch.bmm(scores.softmax(-1), values).view(rows, -1).to(query.dtype)
+    def _attend_decode(self, step: _Step, layer: int, query: Tensor, decode: Decode) -> Tensor:
+        """[B, q_heads, head_dim] → fp32 [B, q_heads * head_dim]."""
+        rule = self._rules[layer]
+        queries = self._grouped(query, rule).flatten(0, 1)
+        if len(decode.tiles) == 1 and rule.sinks is None:
+            keys, values = step.read(self._pool, layer, decode.tiles[0])
+            scores = capped(torch.bmm(queries, keys.transpose(1, 2)), rule.softcap)
+            hidden = decode.tiles[0].hidden
+            if hidden is not None:
+                scores.masked_fill_(hidden[:, 0], float("-inf"))
+            return torch.bmm(scores.softmax(-1), values).view(len(query), -1)
+        sinks = None if rule.sinks is None else rule.sinks.view(self._pool.heads, -1, 1).repeat(len(query), 1, 1)
+        softmax = OnlineSoftmax(queries, rule.softcap, sinks)
+        for tile in decode.tiles:
+            keys, values = step.read(self._pool, layer, tile)
+            softmax.take(keys, values, tile.hidden)
+        return softmax.result().view(len(query), -1)
 
-    def _attend_chunk(self, step: _Rows, layer: int, query: Tensor, chunk: _Chunk) -> Tensor:
-        """[count, q_heads, head_dim] → [count, q_heads * head_dim]."""
-        keys, values = (
-            part.unflatten(0, (1, self._pool.heads, -1)) for part in step.read(self._pool, layer, chunk.index)
-        )
-        out = scaled_dot_product_attention(
-            query.float().transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=self._rules[layer].scale,
-            enable_gqa=True,
-        )
-        return out[0].transpose(0, 1).reshape(chunk.count, -1).to(query.dtype)
+    def _attend_chunk(self, step: _Step, layer: int, query: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """[count, q_heads, head_dim] into `out` [count, q_heads * head_dim]."""
+        rule, blocks = self._rules[layer], chunk.blocks
+        softmaxes = [self._softmax(query[begin:end], rule) for begin, end in blocks]
+        for tile in chunk.tiles:
+            keys, values = step.read(self._pool, layer, tile)
+            for block, softmax in zip(blocks, softmaxes, strict=True):
+                if chunk.sees(block, tile, rule.window):
+                    softmax.take(keys, values, chunk.hidden(block, tile, rule.window))
+        for (begin, end), softmax in zip(blocks, softmaxes, strict=True):
+            result = softmax.result().unflatten(1, (end - begin, -1)).transpose(0, 1)
+            out[begin:end].view(result.shape).copy_(result)
 
-    def _decode(self, spans: Sequence[Span], tokens: int, group: int) -> _Decode:
-        pool = self._pool
-        length = max(span.length for span in spans)
-        blocks = -(-length // pool.block_size)
-        # A short table is filled up with its own first block: the clamp below never reaches the filling.
-        tables = torch.tensor(
-            [(span.tables[group] + span.tables[group][:1] * blocks)[:blocks] for span in spans],
-            dtype=torch.int64,
-            device=pool.device,
-        )
-        lengths = torch.tensor([span.length for span in spans], device=pool.device)
-        steps = torch.arange(length, device=pool.device)
-        places = torch.minimum(steps, (lengths - 1)[:, None])
-        slots = tables.gather(1, places // pool.block_size) * pool.block_size + places % pool.block_size
-        index = pool.rows(slots).view(len(spans), length, pool.heads).permute(0, 2, 1).reshape(-1)
-        mask = torch.zeros(slots.shape, device=pool.device).masked_fill_(steps >= lengths[:, None], float("-inf"))
-        mask = mask.repeat_interleave(pool.heads, 0)[:, None]
-        firsts = [span.first for span in spans]
-        whole = firsts == list(range(tokens))
-        return _Decode(None if whole else torch.tensor(firsts, device=pool.device), index, mask, length)
+    def _softmax(self, query: Tensor, rule: AttentionRule) -> OnlineSoftmax:
+        """Of the tokens of one row, [q, q_heads, head_dim]: n are the KV heads, a token's query heads lie together."""
+        queries = self._grouped(query, rule).transpose(0, 1).flatten(1, 2)
+        sinks = None
+        if rule.sinks is not None:
+            sinks = rule.sinks.view(self._pool.heads, -1, 1).repeat(1, len(query), 1)
+        return OnlineSoftmax(queries, rule.softcap, sinks)
 
-    def _chunk(self, span: Span, group: int) -> _Chunk:
-        pool = self._pool
-        table = torch.tensor(span.tables[group], device=pool.device)
-        places = torch.arange(span.length, device=pool.device)
-        slots = table[places // pool.block_size] * pool.block_size + places % pool.block_size
-        index = pool.rows(slots).view(span.length, pool.heads).permute(1, 0).reshape(-1)
-        mask = None
-        if span.start:
-            mask = torch.zeros(span.count, span.length, device=pool.device)
-            mask.masked_fill_(places > places[span.start :, None], float("-inf"))
-        return _Chunk(span.first, span.count, index, mask)
-
-
-def _buckets(spans: Sequence[Span]) -> list[list[Span]]:
-    """Rows of similar length together: a row joins while the padding stays small and the gather within its bound.
-
-    One bucket in the batch's own order is kept as it is, which saves the reordering.
-    """
-    if not spans:
-        return []
-    longest = max(span.length for span in spans)
-    padding = longest * len(spans) - sum(span.length for span in spans)
-    if longest * len(spans) <= BUCKET_SLOTS and (padding <= 2048 or padding * 4 <= longest * len(spans)):
-        return [list(spans)]
-    buckets: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: -span.length):
-        head = buckets[-1][0].length if buckets else 0
-        if head and span.length * 4 >= head * 3 and head * (len(buckets[-1]) + 1) <= BUCKET_SLOTS:
-            buckets[-1].append(span)
-        else:
-            buckets.append([span])
-    return buckets
+    def _grouped(self, query: Tensor, rule: AttentionRule) -> Tensor:
+        """[T, q_heads, head_dim] → fp32 [T, KV heads, query heads of each, head_dim], scaled."""
+        return (query.float() * rule.scale).unflatten(1, (self._pool.heads, -1))

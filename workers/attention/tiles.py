@@ -1,0 +1,164 @@
+"""Tiles: which slots of the pool a step's rows read, a bounded number at a time. It knows a step's rows and their
+tables; not what slots hold, nor what is made of it.
+
+One-token rows of similar length go together, longer rows one by one. Only slots below a row's length are named, and in
+a layer group with a window none before the first that the row's tokens see: shorter rows of a bucket repeat their last
+slot and hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.batch import Span
+from workers.kvpool import KVPool
+
+BUCKET_SLOTS = 32_768
+"""Tokens that one gather of one-token rows names at most, over all rows."""
+TILE = 256
+"""Tokens that one gather of a longer row names at most: few, as those above the causal diagonal are wasted."""
+BLOCK = 256
+"""Tokens of a longer row whose scores lie in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Positions [first, stop) of a row, or, of several rows, counted from where each begins to see. `index` int64, flat
+    [rows * heads, stop - first], names rows of the pool's slots; `hidden` bool [rows * heads, 1, 1, stop - first] says
+    what is not to be seen, None: nothing."""
+
+    first: int
+    stop: int
+    index: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One-token rows. `rows` int64 [B]: their tokens' places in the batch, None for the whole batch in order."""
+
+    rows: Tensor | None
+    count: int
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row of several tokens: `count` of them from `first` of the batch on, at positions `start`, start + 1, …"""
+
+    first: int
+    count: int
+    start: int
+    tiles: tuple[Tile, ...]
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """[begin, end) of the tokens whose scores are made together."""
+        edges = range(0, self.count, BLOCK)
+        return tuple((begin, min(begin + BLOCK, self.count)) for begin in edges)
+
+    def sees(self, block: tuple[int, int], tile: Tile, window: int | None) -> bool:
+        """Whether some token of `block` sees something of `tile`."""
+        first, last = self.start + block[0], self.start + block[1] - 1
+        return tile.first <= last and (window is None or tile.stop - 1 > first - window)
+
+    def hidden(self, block: tuple[int, int], tile: Tile, window: int | None) -> Tensor | None:
+        """What the tokens of `block` do not see of `tile`: bool [1, tokens, 1, width], None: nothing."""
+        first, last = self.start + block[0], self.start + block[1] - 1
+        edge = window is not None and tile.first <= last - window
+        if tile.stop - 1 <= first and not edge:
+            return None
+        keys = torch.arange(tile.first, tile.stop, device=tile.index.device)
+        queries = torch.arange(first, last + 1, device=tile.index.device)[:, None]
+        hidden = keys > queries
+        if edge and window is not None:
+            hidden |= keys <= queries - window
+        return hidden[None, :, None]
+
+
+def decodes(pool: KVPool, spans: Sequence[Span], tokens: int, group: int) -> tuple[Decode, ...]:
+    """The one-token rows among `spans`, of a batch of `tokens`, as the layers of `group` read them."""
+    single = [span for span in spans if span.count == 1]
+    return tuple(_decode(pool, bucket, tokens, group) for bucket in _buckets(single, pool.windows[group]))
+
+
+def chunks(pool: KVPool, spans: Sequence[Span], group: int) -> tuple[Chunk, ...]:
+    """The longer rows among `spans`, as the layers of `group` read them."""
+    return tuple(_chunk(pool, span, group) for span in spans if span.count > 1)
+
+
+def _decode(pool: KVPool, spans: Sequence[Span], tokens: int, group: int) -> Decode:
+    window, size, device = pool.windows[group], pool.block_size, pool.device
+    seen = [_seen(span, window) for span in spans]
+    width = max(seen)
+    blocks = -(-max(span.length for span in spans) // size)
+    # A short table is filled up with its own last block: the clamp below never reaches the filling.
+    filled = [_filled(span.tables[group], blocks) for span in spans]
+    tables = torch.tensor(filled, dtype=torch.int64, device=device)
+    begins = torch.tensor([span.length - count for span, count in zip(spans, seen, strict=True)], device=device)
+    counts = torch.tensor(seen, device=device)
+    tiles = []
+    for first, stop in _cuts(0, width, max(1, BUCKET_SLOTS // len(spans))):
+        steps = torch.arange(first, stop, device=device)
+        places = torch.minimum(steps, (counts - 1)[:, None]) + begins[:, None]
+        slots = tables.gather(1, places // size) * size + places % size
+        index = pool.rows(slots).view(len(spans), stop - first, pool.heads).permute(0, 2, 1).reshape(-1)
+        hidden = None
+        if min(seen) < stop:
+            hidden = (steps >= counts[:, None]).repeat_interleave(pool.heads, 0)[:, None, None]
+        tiles.append(Tile(first, stop, index, hidden))
+    firsts = [span.first for span in spans]
+    rows = None if firsts == list(range(tokens)) else torch.tensor(firsts, device=device)
+    return Decode(rows, len(spans), tuple(tiles))
+
+
+def _filled(table: tuple[int, ...], blocks: int) -> tuple[int, ...]:
+    return (table + table[-1:] * blocks)[:blocks]
+
+
+def _chunk(pool: KVPool, span: Span, group: int) -> Chunk:
+    window, size, device = pool.windows[group], pool.block_size, pool.device
+    begin = 0 if window is None else max(0, span.start - window + 1)
+    table = torch.tensor(span.tables[group], device=device)
+    tiles = []
+    for first, stop in _cuts(begin, span.length, TILE):
+        places = torch.arange(first, stop, device=device)
+        slots = table[places // size] * size + places % size
+        tiles.append(Tile(first, stop, pool.rows(slots).view(-1, pool.heads).t().reshape(-1)))
+    return Chunk(span.first, span.count, span.start, tuple(tiles))
+
+
+def _cuts(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    for first in range(begin, end, step):
+        yield first, min(first + step, end)
+
+
+def _seen(span: Span, window: int | None) -> int:
+    """How many positions a one-token row sees."""
+    return span.length if window is None else min(span.length, window)
+
+
+def _buckets(spans: Sequence[Span], window: int | None) -> list[list[Span]]:
+    """Rows that see about as much together: a row joins while the padding stays small and the gather within its bound.
+
+    One bucket in the batch's own order is kept as it is, which saves the reordering.
+    """
+    if not spans:
+        return []
+    seen = {span.first: _seen(span, window) for span in spans}
+    longest = max(seen.values())
+    padding = longest * len(spans) - sum(seen.values())
+    if longest * len(spans) <= BUCKET_SLOTS and (padding <= 2048 or padding * 4 <= longest * len(spans)):
+        return [list(spans)]
+    buckets: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: -seen[span.first]):
+        head = seen[buckets[-1][0].first] if buckets else 0
+        if head and seen[span.first] * 4 >= head * 3 and head * (len(buckets[-1]) + 1) <= BUCKET_SLOTS:
+            buckets[-1].append(span)
+        else:
+            buckets.append([span])
+    return buckets
