@@ -39,7 +39,7 @@ class Shape:
     def of(cls, spec: ModelSpec, layout: KVLayout, *, layer_item: float, head_item: float) -> Shape:
         """Of a whole model on one rank; `layer_item` and `head_item` are bytes per weight of layers and logits."""
         wide = spec.head_dim * (2 * spec.q_heads + 2 * spec.kv_heads)
-        layers = spec.layers * spec.hidden_size * (wide + 3 * spec.intermediate_size)
+        layers = spec.layers * spec.hidden_size * (wide + (2 + spec.gated) * spec.intermediate_size)
         head = spec.vocab_size * spec.hidden_size
         pairs = 4 * spec.layers * spec.q_heads * spec.head_dim
         return cls(layers, head, layers * layer_item, head * head_item, pairs, layout.token_bytes)

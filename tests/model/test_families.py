@@ -25,8 +25,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     return made
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [(family, world) for family in FAMILIES for world in (1, 2, 3, 4) if world < 4 or family in ("llama3", "qwen3")],
+)
 def test_logits_are_those_of_transformers(models: dict[str, tuple[Path, Any]], family: str, world: int) -> None:
     folder, model = models[family]
     ranks = Ranks(folder, world)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
-from tests.model.tiny import FAMILIES, Ranks, prompt, row, save_model, tables
+from tests.model.tiny import FAMILIES, Ranks, oracle, prompt, row, save_model, tables
+from workers.models.rope import Unsupported
 from workers.selection import Wish
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -30,8 +32,20 @@ DYNAMIC = {
         ("mistral", "fp16", "auto"),
         ("smollm2", "int8", "int8"),
         ("smollm2", {"default": "int8", "layers": {0: "bf16"}}, "auto"),
+        ("mistral-window", "int8", "auto"),
+        ("gemma2", "bf16", "auto"),
+        ("gemma3", "int8", "int8"),
     ],
-    ids=["smollm2-bf16", "qwen3-int8", "mistral-fp16", "smollm2-int8-int8", "smollm2-mixed"],
+    ids=[
+        "smollm2-bf16",
+        "qwen3-int8",
+        "mistral-fp16",
+        "smollm2-int8-int8",
+        "smollm2-mixed",
+        "mistral-window-int8",
+        "gemma2-bf16",
+        "gemma3-int8-int8",
+    ],
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What makes ranks over one model."""
@@ -40,7 +54,13 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if family == "mistral":
         config = type(config)(**config.to_dict() | DYNAMIC)
     save_model(config, tmp_path)
-    options = {"blocks": BLOCKS, "block_size": BLOCK, "precision": PrecisionMap.parse(precision), "dtype": "bf16"}
+    options = {
+        "blocks": BLOCKS,
+        "block_size": BLOCK,
+        "precision": PrecisionMap.parse(precision),
+        "dtype": "bf16",
+        "let_go": False,
+    }
     return lambda: Ranks(tmp_path, wish=Wish("native", weights), **options)
 
 
@@ -73,3 +93,31 @@ def test_a_copied_block_and_nan_in_every_other_change_no_bit(made: Any) -> None:
     pairs = tuple(zip(first, second, strict=True))
     got = ranks.logits(row(tokens[-1:], LENGTH - 1, second), copy=pairs, zero=first)
     assert torch.equal(got[0], expected)
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gemma3", "phi3-longrope"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_native_kernels_stay_close_to_transformers(tmp_path: Path, family: str, world: int) -> None:
+    model = save_model(FAMILIES[family], tmp_path)
+    ranks = Ranks(
+        tmp_path, world, block_size=BLOCK, precision=Precision.BF16, dtype="bf16", kernels="native", let_go=False
+    )
+    tokens = prompt(60)
+    # Twice, so that recorded calls are replayed: over one rank, a step of the same size runs from the tape.
+    got = [ranks.walk(tokens, [40, 17, 1, 1, 1], tables(64, [4], seed=seed)[0]) for seed in (1, 2)]
+    ranks.close()
+    expected = oracle(model, tokens)[[39, 56, 57, 58, 59]]
+    # bf16 has 8 bits of mantissa: a few per cent of the logits' spread after a few layers.
+    assert (got[0] - expected).abs().mean() < 0.05 * expected.std()
+    assert torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "falcon-mqa", "bigcode"])
+def test_a_model_that_native_kernels_cannot_compute_runs_on_torch_and_says_why(tmp_path: Path, family: str) -> None:
+    model = save_model(FAMILIES[family], tmp_path)
+    ranks = Ranks(tmp_path, block_size=BLOCK, precision=Precision.BF16, dtype="bf16", kernels="auto")
+    choice = ranks.runners[0].choice
+    assert "native" not in choice.kernels.name and "LayerNorm" in choice.why
+    assert (ranks.walk(prompt(20), [19, 1], (3, 1)) - oracle(model, prompt(20))[-2:]).abs().max() < 0.15
+    with pytest.raises(Unsupported, match="LayerNorm"):
+        Ranks(tmp_path, block_size=BLOCK, precision=Precision.BF16, dtype="bf16", kernels="native")

@@ -145,3 +145,21 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(WeightError, match="elsewhere"):
         Ranks(folder)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox"])
+def test_the_names_of_older_checkpoints_are_read_too(tmp_path: Path, family: str) -> None:
+    """GPT-2's own files leave out the root, and both families' have masks among the weights of a layer."""
+    save_model(FAMILIES[family], tmp_path)
+    tokens = prompt(11)
+    expected = Ranks(tmp_path).walk(tokens, [11], (5, 9, 7))
+
+    def age(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.").replace("lm_head.", "embed_out.")] = tensors.pop(name)
+        layer, attention = ("h", "attn") if family == "gpt2" else ("gpt_neox.layers", "attention")
+        for index in range(3):
+            tensors[f"{layer}.{index}.{attention}.bias"] = torch.ones(1, 1, 4, 4)
+
+    edit(tmp_path, age)
+    assert torch.equal(Ranks(tmp_path).walk(tokens, [11], (5, 9, 7)), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
+from workers.models.parts import Residual
 from workers.models.spec import ModelSpec, Unsupported
 
 BF16 = PrecisionMap.uniform(Precision.BF16)
@@ -33,6 +35,42 @@ LLAMA = {
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+GEMMA3 = GEMMA2 | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 1024, "query_pre_attn_scalar": 168}
+PHI3 = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 131072,
+    "sliding_window": 2047,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12}
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "vocab_size": 50432,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+FALCON = {
+    "architectures": ["FalconForCausalLM"],
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+}
 
 
 def test_fields_of_a_llama() -> None:
@@ -61,6 +99,45 @@ def test_families_differ_in_biases_norms_and_head_dim(
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == biases
     assert spec.qk_norm is qk_norm
     assert spec.head_dim == head_dim
+
+
+def test_a_gemma_has_windows_caps_and_ropes_of_its_own() -> None:
+    two, three = ModelSpec.parse(GEMMA2), ModelSpec.parse(GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    assert two.windows == (4096, None) * 13 and three.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert (two.softcap, two.logit_softcap, two.scale) == (50.0, 30.0, 1 / 16)
+    assert (three.softcap, three.logit_softcap, three.scale) == (None, None, 168**-0.5)
+    assert [(rope.kind, rope.theta) for rope in three.ropes] == [("linear", 1e6), ("default", 1e4)]
+    assert [three.rope_of(layer) for layer in (0, 5)] == [1, 0]
+    assert three.context_length == 131_072, "its positions are stretched already"
+    assert (two.embedding_scale, two.activation, two.residual) == (48.0, "gelu_tanh", Residual.SANDWICH)
+
+
+def test_longrope_is_served_up_to_its_original_length() -> None:
+    rope = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    spec = ModelSpec.parse(PHI3 | {"rope_scaling": rope, "original_max_position_embeddings": 4096})
+    assert spec.context_length == 4096
+    assert spec.ropes[0].attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+    assert spec.windows[0] == 2047
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads", "residual"),
+    [
+        ({}, 1, Residual.SHARED),
+        ({"multi_query": False, "parallel_attn": False}, 71, Residual.SEQUENTIAL),
+        ({"new_decoder_architecture": True, "num_kv_heads": 71}, 71, Residual.PARALLEL),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, 71, Residual.SHARED),
+    ],
+)
+def test_falcon_in_its_layouts(changes: dict[str, Any], kv_heads: int, residual: Residual) -> None:
+    spec = ModelSpec.parse(FALCON | changes)
+    assert (spec.kv_heads, spec.residual, spec.gated, spec.tie_embeddings) == (kv_heads, residual, False, True)
+
+
+def test_older_names_of_a_neox() -> None:
+    spec = ModelSpec.parse(NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500})
+    assert (spec.ropes[0].share, spec.ropes[0].theta, spec.ropes[0].rotated(64)) == (0.5, 500.0, 32)
+    assert ModelSpec.parse(NEOX).ropes[0].rotated(64) == 16
 
 
 def test_layout_gives_the_table_s_bytes_and_splits_heads_unevenly() -> None:
@@ -166,6 +243,16 @@ def test_windows_are_those_of_each_layer(config: dict[str, Any], windows: tuple[
         (LLAMA | {"vocab_size": "many"}, "vocab_size"),
         (LLAMA | {"head_dim": 63}, "head_dim 63"),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM .* ALiBi"),
+        (FALCON | {"alibi": True}, "alibi"),
+        (FALCON | {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function 'relu'"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (NEOX | {"rotary_pct": 0.05}, "partial_rotary_factor"),
+        (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor"),
     ],
 )
 def test_what_would_be_served_wrong_is_refused_by_name(config: dict[str, Any], named: str) -> None:
