@@ -63,13 +63,14 @@ class Vector:
 class LayerKV:
     """What one layer of one rank keeps for one token: for each of its KV heads the same `vectors`.
 
-    `window` is the sliding window in tokens (the query's own included), None for full attention. Made by `pair` or
-    `latent`.
+    `window` is the sliding window in tokens (the query's own included), None for full attention. `joint`: the vectors
+    are MLA's latent and its rotated part, not a key and a value. Made by `pair` or `latent`.
     """
 
     heads: int
     vectors: tuple[Vector, ...]
     window: int | None = None
+    joint: bool = False
 
     def __post_init__(self) -> None:
         if self.heads < 0 or not self.vectors or any(vector.elements < 1 for vector in self.vectors):
@@ -86,8 +87,10 @@ class LayerKV:
 
     @classmethod
     def latent(cls, rank: int, rope: int, precision: Precision, kept: Precision | None = None) -> LayerKV:
-        """MLA's joint latent of `rank` elements and, in precision `kept`, the `rope` rotated elements of all heads."""
-        return cls(1, (Vector(rank, precision), Vector(rope, kept or precision)))
+        """MLA's joint latent of `rank` elements and, in precision `kept`, the `rope` rotated elements of all heads. Where
+        the latent is quantised, the rotated part stays in 16 bits unless said otherwise."""
+        kept = kept or (Precision.BF16 if precision.scale_bytes else precision)
+        return cls(1, (Vector(rank, precision), Vector(rope, kept)), joint=True)
 
     @property
     def slot_bytes(self) -> int:

@@ -22,14 +22,19 @@ from workers.models.spec import Unsupported
 
 class KVPool:
     """`blocks` blocks of `layout` on `device`. Raises Unsupported for a layout without kernels. `heads` and `head_dim`
-    are those of every layer; `group_of[layer]` is the layer's group, `windows` those of the groups; `pages[layer]` the
-    layer's pages, uint8 [blocks, bytes of a page], which may lie apart."""
+    are those of every layer; `joint`: all of them keep MLA's latents, and `head_dim` is a latent's. `group_of[layer]` is
+    the layer's group, `windows` those of the groups; `pages[layer]` the layer's pages, uint8 [blocks, bytes of a page],
+    which may lie apart."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         first = layout.layers[0]
-        dims = {vector.elements for layer in layout.layers for vector in layer.vectors}
-        if len(dims) > 1 or any(len(layer.vectors) != 2 for layer in layout.layers):
-            raise Unsupported("KV layouts with joint latents or heads of several sizes are not supported")
+        dims = {tuple(vector.elements for vector in layer.vectors) for layer in layout.layers}
+        if len(dims) > 1 or any(len(sizes) != 2 for sizes in dims) or len({layer.joint for layer in layout.layers}) > 1:
+            raise Unsupported("KV layouts with heads of several sizes, or with MLA in some layers, are not supported")
+        self.joint = first.joint
+        self.head_dim, second = dims.pop()
+        if second != self.head_dim and not self.joint:
+            raise Unsupported(f"keys of {self.head_dim} elements beside values of {second} are not supported")
         if any(layer.heads != first.heads for layer in layout.layers):
             raise Unsupported("KV layouts with layers of different numbers of heads are not supported")
         for layer in layout.layers:
@@ -39,7 +44,6 @@ class KVPool:
         self.blocks = blocks
         self.block_size = layout.block_size
         self.heads = first.heads
-        (self.head_dim,) = dims
         self.device = device
         self.group_of = tuple(group for group, _ in layout.places)
         self.windows = tuple(group.window for group in layout.groups)

@@ -30,12 +30,10 @@ class PlanError(ValueError):
 
 
 def layer_kv(attention: Attention, heads: int, precision: str) -> LayerKV:
-    """What one layer keeps of one token on a rank with `heads` of its KV heads. The rotated part beside a quantised
-    latent stays in 16 bits."""
+    """What one layer keeps of one token on a rank with `heads` of its KV heads."""
     stored = Precision.parse(precision)
     if attention.latent:
-        kept = Precision.BF16 if stored.scale_bytes else stored
-        return LayerKV.latent(attention.latent.rank, attention.latent.rope, stored, kept)
+        return LayerKV.latent(attention.latent.rank, attention.latent.rope, stored)
     pair = Vector(attention.head_dim, stored), Vector(attention.values, stored)
     return LayerKV(heads, pair, attention.window)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore.layout import KVLayout, LayerKV, Precision
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector
 from tests.model.attended import CPU, Attended
 from workers.kvpool import KVPool
 from workers.models.rope import Rope
@@ -36,7 +36,8 @@ def test_pools_without_kernels_are_refused() -> None:
     for shape in (
         LayerKV.pair(1, 18, Precision.INT8),
         LayerKV.pair(1, 20, Precision.INT4),
-        LayerKV.latent(64, 16, Precision.BF16),
+        LayerKV.latent(66, 16, Precision.INT8),
+        LayerKV(1, (Vector(64, Precision.BF16), Vector(32, Precision.BF16))),
     ):
         with pytest.raises(Unsupported):
             KVPool(KVLayout(16, (shape,)), 1, CPU)

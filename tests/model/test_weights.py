@@ -65,6 +65,49 @@ def test_a_wrong_tensor_is_named(
         Ranks(folder, world)
 
 
+def blockwise(whole: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and the scale of each block, as DeepSeek-V3's checkpoints have them: block by block, by hand."""
+    height, width = block
+    values = torch.empty(whole.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-whole.shape[0] // height), -(-whole.shape[1] // width))
+    for down in range(scales.shape[0]):
+        for across in range(scales.shape[1]):
+            place = slice(down * height, (down + 1) * height), slice(across * width, (across + 1) * width)
+            scales[down, across] = whole[place].abs().max() / 448
+            values[place] = (whole[place] / scales[down, across]).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def test_fp8_with_a_scale_per_block_is_multiplied_out_slice_by_slice(tmp_path: Path) -> None:
+    whole = torch.randn(300, 330) * torch.logspace(-3, 3, 330)  # blocks of very different sizes
+    values, scales = blockwise(whole, (128, 128))
+    save_file({"a": values, "a_scale_inv": scales, "b": torch.ones(3)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, fp8_block=(128, 128)) as checkpoint:
+        got = checkpoint.take("a", (300, 330))
+        assert got.dtype == torch.float32
+        largest = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :330] * 448
+        assert ((got - whole).abs() <= torch.maximum(whole.abs() / 16, largest / 448 / 512)).all()
+        assert (got - whole).abs().max() > 0
+        for first, last in ((0, 300), (0, 128), (1, 129), (130, 140), (255, 300), (299, 300)):
+            assert torch.equal(checkpoint.take("a", (300, 330), rows=(first, last)), got[first:last])
+            assert torch.equal(checkpoint.take("a", (300, 330), columns=(first, last)), got[:, first:last])
+        assert torch.equal(checkpoint.take("b", (3,)), torch.ones(3))
+        checkpoint.finish()
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightError, match=r"a of .* is FP8 .*weight_block_size"):
+        checkpoint.take("a", (300, 330))
+    with Checkpoint(tmp_path, fp8_block=(64, 128)) as checkpoint, pytest.raises(WeightError, match="a_scale_inv has shape"):
+        checkpoint.take("a", (300, 330))
+
+
+def test_what_lies_under_a_prefix_can_be_left_unread(tmp_path: Path) -> None:
+    save_file({"a.1.x": torch.ones(3), "a.1.y": torch.ones(3), "a.12.x": torch.ones(3)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.has("a.1.y") and not checkpoint.has("a.2.y")
+        checkpoint.skip_under("a.1.")
+        with pytest.raises(WeightError, match=r"does not use: a\.12\.x$"):
+            checkpoint.finish()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernels", ["torch", "onednn", "native"])
 def test_nothing_of_the_files_stays_mapped_once_a_model_is_loaded(folder: Path, kernels: str, dtype: str) -> None:

@@ -105,6 +105,9 @@ def test_layers_may_differ_and_the_sum_is_exact() -> None:
 def test_mla_keeps_one_latent_and_may_keep_its_rotated_part_as_it_is() -> None:
     assert LayerKV.latent(512, 64, BF16).token_bytes == 1152
     assert LayerKV.latent(512, 64, Precision.INT8, BF16).token_bytes == 512 + 4 + 128
+    assert LayerKV.latent(512, 64, Precision.INT8) == LayerKV.latent(512, 64, Precision.INT8, BF16)
+    assert LayerKV.latent(512, 64, Precision.FP32).token_bytes == 4 * 576
+    assert LayerKV.latent(16, 16, BF16) != LayerKV.pair(1, 16, BF16)
 
 
 def test_an_unknown_precision_is_named_with_the_known_ones() -> None:

@@ -33,7 +33,7 @@ def fault(vectors: tuple[Vector, ...]) -> str:
         elements = vector.precision.bits * vector.elements // 8
         if vector.elements * vector.precision.bits % 8 or (vector.precision.scale_bytes and elements % _ALIGNED):
             least = _ALIGNED * 8 // vector.precision.bits
-            return f"{vector.precision.label} needs a head_dim that is a multiple of {least}, got {vector.elements}"
+            return f"{vector.precision.label} needs vectors of a multiple of {least} elements, got {vector.elements}"
         if (at + vector.bytes) % _ALIGNED:
             return f"{vector.elements} elements in {vector.precision.label} are no multiple of {_ALIGNED} bytes"
         at += vector.bytes
