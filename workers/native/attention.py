@@ -200,6 +200,8 @@ class _Cut:
 def layout_fault(layout: KVLayout) -> str:
     """Why native attention cannot work on pages of `layout`; empty when it can."""
     for layer in layout.layers:
+        if layer.joint:
+            return "MLA's latents are read by torch alone"
         stored = {vector.precision for vector in layer.vectors}
         if strange := sorted(precision.label for precision in stored - set(_FORMATS)):
             return f"kv_precision {strange[0]} is none of {', '.join(known.label for known in _FORMATS)}"
