@@ -87,8 +87,8 @@ class LayerKV:
 
     @classmethod
     def latent(cls, rank: int, rope: int, precision: Precision, kept: Precision | None = None) -> LayerKV:
-        """MLA's joint latent of `rank` elements and, in precision `kept`, the `rope` rotated elements of all heads. Where
-        the latent is quantised, the rotated part stays in 16 bits unless said otherwise."""
+        """MLA's joint latent of `rank` elements and, in precision `kept`, the `rope` rotated elements of all heads.
+        Where the latent is quantised, the rotated part stays in 16 bits unless said otherwise."""
         kept = kept or (Precision.BF16 if precision.scale_bytes else precision)
         return cls(1, (Vector(rank, precision), Vector(rope, kept)), joint=True)
 

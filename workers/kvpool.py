@@ -22,9 +22,9 @@ from workers.models.spec import Unsupported
 
 class KVPool:
     """`blocks` blocks of `layout` on `device`. Raises Unsupported for a layout without kernels. `heads` and `head_dim`
-    are those of every layer; `joint`: all of them keep MLA's latents, and `head_dim` is a latent's. `group_of[layer]` is
-    the layer's group, `windows` those of the groups; `pages[layer]` the layer's pages, uint8 [blocks, bytes of a page],
-    which may lie apart."""
+    are those of every layer; `joint`: all of them keep MLA's latents, and `head_dim` is a latent's. `group_of[layer]`
+    is the layer's group, `windows` those of the groups; `pages[layer]` the layer's pages, uint8 [blocks, bytes of a
+    page], which may lie apart."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         first = layout.layers[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, silu
 
 from workers.attention.backend import AttentionBackend, AttentionRule
+from workers.attention.latent import LatentAttention
 from workers.attention.reference import ReferenceAttention
 from workers.kernels import Activation, Adding, HeadNorm, Linear, Norm, Sampler
 from workers.kvpool import KVPool
@@ -86,7 +87,7 @@ class TorchKernels:
 
     def attention(self, pool: KVPool, rules: Sequence[AttentionRule]) -> AttentionBackend:
         """See Kernels.attention."""
-        return ReferenceAttention(pool, rules)
+        return LatentAttention(pool, rules) if pool.joint else ReferenceAttention(pool, rules)
 
     def replay(self, owner: object, parts: tuple[object, ...], work: Callable[[], Tensor]) -> Tensor:
         """See Kernels.replay."""

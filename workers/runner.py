@@ -68,7 +68,7 @@ class Runner:
         self.drops = 0
         self.last_step = -1
         self.pool: KVPool | None = None
-        with torch.inference_mode(), Checkpoint(folder) as checkpoint:
+        with torch.inference_mode(), Checkpoint(folder, spec.fp8_block) as checkpoint:
             self._model = Decoder(spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device)
             checkpoint.finish()
         self._demand = self._demand_of(spec)

@@ -2,8 +2,8 @@
 used, and nothing twice.
 
 It checks that every tensor is there, whole and of the expected shape, and that nothing was left unread; it knows no
-model. The format is safetensors: 8 bytes of header length, a JSON header, raw values. FP8 weights with a scale per block
-(DeepSeek-V3's, arXiv 2412.19437 section 3.3) are multiplied out as they are read.
+model. The format is safetensors: 8 bytes of header length, a JSON header, raw values. FP8 weights with a scale per
+block (DeepSeek-V3's, arXiv 2412.19437 section 3.3) are multiplied out as they are read.
 """
 
 from __future__ import annotations
@@ -81,10 +81,6 @@ class Checkpoint:
         if entry.dtype not in _FORMATS:
             raise WeightError(f"tensor {name} has weight format {entry.dtype}; supported: {', '.join(_FORMATS)}")
         return _cut(self._values(name, entry, _FORMATS[entry.dtype]), rows, columns)
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._entries
 
     def skip(self, name: str) -> None:
         """Leave `name` unread on purpose, whether it is there or not."""

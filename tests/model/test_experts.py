@@ -1,4 +1,4 @@
-"""Which experts a token goes to and with what weight, against transformers' routers; and that a token's sum is its own."""
+"""Which experts a token goes to and with what weight, against transformers' routers; a token's sum is its own."""
 
 from __future__ import annotations
 
@@ -98,9 +98,8 @@ def mixture(kernels: Kernels, *, shared: bool) -> Mixture:
     def expert(slot: str) -> Expert:
         gate, up = (torch.randn(16, HIDDEN, generator=generator) for _ in range(2))
         down = torch.randn(HIDDEN, 16, generator=generator)
-        return Expert(
-            kernels.gated(gate, up, None, Activation.SILU, slot="inner"), kernels.linear(down, None, slot=slot, wide=True)
-        )
+        inner = kernels.gated(gate, up, None, Activation.SILU, slot="inner")
+        return Expert(inner, kernels.linear(down, None, slot=slot, wide=True))
 
     routing = Routing(3)
     logits = kernels.linear(torch.randn(EXPERTS, HIDDEN, generator=generator), None, slot="router", wide=True)

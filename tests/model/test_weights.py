@@ -95,14 +95,17 @@ def test_fp8_with_a_scale_per_block_is_multiplied_out_slice_by_slice(tmp_path: P
         checkpoint.finish()
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightError, match=r"a of .* is FP8 .*weight_block_size"):
         checkpoint.take("a", (300, 330))
-    with Checkpoint(tmp_path, fp8_block=(64, 128)) as checkpoint, pytest.raises(WeightError, match="a_scale_inv has shape"):
+    with (
+        Checkpoint(tmp_path, fp8_block=(64, 128)) as checkpoint,
+        pytest.raises(WeightError, match="a_scale_inv has shape"),
+    ):
         checkpoint.take("a", (300, 330))
 
 
 def test_what_lies_under_a_prefix_can_be_left_unread(tmp_path: Path) -> None:
     save_file({"a.1.x": torch.ones(3), "a.1.y": torch.ones(3), "a.12.x": torch.ones(3)}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.has("a.1.y") and not checkpoint.has("a.2.y")
+        assert "a.1.y" in checkpoint and "a.2.y" not in checkpoint
         checkpoint.skip_under("a.1.")
         with pytest.raises(WeightError, match=r"does not use: a\.12\.x$"):
             checkpoint.finish()

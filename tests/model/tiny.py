@@ -30,6 +30,7 @@ from transformers import (
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from kvstore.table import GONE
+from tests.model.mixtures import MIXTURES
 from workers.models.spec import ModelSpec
 from workers.native.library import load_library
 from workers.parallel import Communicator, join_store, open_store
@@ -152,19 +153,23 @@ FAMILIES: dict[str, Any] = {
         **_FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
     ),
     "falcon-mha": FalconConfig(**_FALCON, multi_query=False, parallel_attn=False, bias=True),
+    **MIXTURES,
 }
 
 
 def save_model(config: Any, folder: Path, shard_size: str = "1GB") -> Any:
     """A model of `config` with every weight, bias and norm random, saved to `folder` in fp32; returns it."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("weight") and ("norm" in name or ".ln_" in name):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.3 if name.endswith("bias") else 0.12)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 

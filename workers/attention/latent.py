@@ -1,11 +1,11 @@
 """LatentAttention: MLA (DeepSeek-V2, arXiv 2405.04434 section 2.1) in plain torch on any device, over a pool that keeps
 one latent and one rotated key per token for all heads.
 
-There are two ways to the same numbers. Absorbed: queries go through the matrix of keys, are multiplied with latents, and
-what they gather goes through the matrix of values; so it is for one-token rows and for short chunks. Expanded: a tile's
-latents become keys and values of every head; so it is for chunks whose many queries make this the cheaper one. Both go
-over the context in tiles with a running softmax (arXiv 1805.02867): what a chunk takes beside the pool does not grow
-with the context. A gather names only slots below its row's length.
+There are two ways to the same numbers. Absorbed: queries go through the matrix of keys, are multiplied with latents,
+and what they gather goes through the matrix of values; so it is for one-token rows and for short chunks. Expanded: a
+tile's latents become keys and values of every head; so it is for chunks whose many queries make this the cheaper one.
+Both go over the context in tiles with a running softmax (arXiv 1805.02867): what a chunk takes beside the pool does not
+grow with the context. A gather names only slots below its row's length.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ To give layers another MLP or another attention, make the part in a file of its 
 `_attention`: an MLP part is called with the normed stream [T, hidden] and the stream, an attention part with the step
 beside them; both give the stream with what they have to add. `adding` makes what adds a product to the stream over all
 ranks.
+
+Where a model multiplies what its layers add by a factor s, the stream is kept divided by s instead, and no weight
+changes: embeddings are divided by it, and RMSNorm, which does not see the scale of what it is given, has epsilons
+divided by s².
 """
 
 from __future__ import annotations
@@ -12,10 +16,15 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import split_evenly
+from workers.attention.backend import AttentionRule
 from workers.kernels import Activation, Adding, Kernels, Linear, Norm
 from workers.models.embedding import Embedding
+from workers.models.experts import ExpertLoader
+from workers.models.latent import LatentLoader
 from workers.models.layer import AttentionPart, DenseMlp, HeadAttention, Layer, MlpPart, Parallel, Sequential, Shared
 from workers.models.parts import NormKind, Residual
+from workers.models.rope import Rope
+from workers.models.shapes import LatentShape
 from workers.models.spec import ModelSpec
 from workers.models.tensors import Tensors
 from workers.parallel import Communicator
@@ -51,7 +60,14 @@ class Assembly:
         if spec.learned_positions:
             name = self.tensors.outer(f"{spec.names.positions}.weight")
             positions = self.tensors.vector(name, (spec.learned_positions, spec.hidden_size))
-        return Embedding(self._table, self._vocabulary, self.comm, scale=spec.embedding_scale, positions=positions)
+        return Embedding(
+            self._table,
+            self._vocabulary,
+            self.comm,
+            scale=spec.embedding_scale,
+            divisor=spec.branch_scale,
+            positions=positions,
+        )
 
     def layer(self, index: int) -> Layer:
         """Layer `index`."""
@@ -66,7 +82,14 @@ class Assembly:
 
     def final_norm(self) -> Norm:
         """The norm before the logits."""
-        return self.norm(self.tensors.outer(self.spec.names.final_norm))
+        return self.norm(self.tensors.outer(self.spec.names.final_norm), scale=self.spec.final_scale)
+
+    def rule(self, index: int) -> AttentionRule:
+        """What an attention backend has to do in layer `index`."""
+        spec, expansion = self.spec, None
+        if spec.latent:
+            expansion = self._latents(spec.latent).expansion(self.tensors.layer(index))
+        return AttentionRule(spec.scale, spec.softcap, spec.windows[index], expansion=expansion)
 
     def head(self) -> Linear:
         """The projection to this rank's slice of the vocabulary."""
@@ -79,10 +102,10 @@ class Assembly:
             return product
         return lambda x: product(x).div_(cap).tanh_().mul_(cap)
 
-    def norm(self, name: str, *, slot: str = "normed") -> Norm:
-        """A norm of the residual stream."""
-        size, eps = self.spec.hidden_size, self.spec.norm_eps
-        weight = self.tensors.norm(name, size)
+    def norm(self, name: str, *, slot: str = "normed", scale: float = 1.0) -> Norm:
+        """A norm of the residual stream, whose outcome is multiplied by `scale`."""
+        size, eps = self.spec.hidden_size, self.spec.norm_eps / self.spec.branch_scale**2
+        weight = self.tensors.norm(name, size) * scale
         if self.spec.norm is NormKind.LAYER:
             return self.kernels.layer_norm(weight, self.tensors.bias(name, size), eps, slot=slot)
         return self.kernels.norm(weight, eps, slot=slot)
@@ -110,16 +133,26 @@ class Assembly:
         return lambda x, stream: norm(total(product(x)), stream)
 
     def _attention(self, index: int, prefix: str) -> AttentionPart:
-        spec, names, dim = self.spec, self.spec.names, self.spec.head_dim
+        spec, names, dim = self.spec, self.spec.names, self.spec.value_dim
         number = spec.rope_of(index)
-        rope = spec.ropes[number] if spec.ropes else None
-        heads = self.kernels.linear(*self.tensors.heads(prefix, self.shard, rope), slot="heads")
-        if spec.qk_norm:
-            heads = self._normed(heads, self.tensors.head_norms(prefix, self.shard, rope))
+        heads = self._heads(prefix, spec.ropes[number] if spec.ropes else None)
         columns = (self.shard.q_start * dim, self.shard.q_stop * dim)
         post_norm = prefix + names.attention_post_norm if spec.residual is Residual.SANDWICH else ""
         out = self.adding(prefix + names.out, spec.q_heads * dim, columns, bias=spec.output_bias, post_norm=post_norm)
         return HeadAttention(index, number, heads, out)
+
+    def _heads(self, prefix: str, rope: Rope | None) -> Linear:
+        """What AttentionBackend.attend takes, made of the normed stream."""
+        if self.spec.latent:
+            return self._latents(self.spec.latent).projections(prefix)
+        heads = self.kernels.linear(*self.tensors.heads(prefix, self.shard, rope), slot="heads")
+        if self.spec.qk_norm:
+            heads = self._normed(heads, self.tensors.head_norms(prefix, self.shard, rope))
+        return heads
+
+    def _latents(self, shape: LatentShape) -> LatentLoader:
+        spec = self.spec
+        return LatentLoader(shape, spec.q_heads, spec.hidden_size, self.shard, self.tensors, self.kernels)
 
     def _normed(self, heads: Linear, weight: Tensor) -> Linear:
         """Query and key heads normalised as they come."""
@@ -133,8 +166,12 @@ class Assembly:
         return apply
 
     def _mlp(self, index: int, prefix: str) -> MlpPart:
-        """The MLP of layer `index`."""
+        """The MLP of layer `index`, or its experts."""
         spec, names = self.spec, self.spec.names
+        if spec.experts is not None and spec.is_sparse(index):
+            activation = Activation(spec.activation)
+            loader = ExpertLoader(spec.experts, spec.hidden_size, activation, self.tensors, self.kernels, self.comm)
+            return loader.mixture(prefix)
         post_norm = prefix + names.mlp_post_norm if spec.residual is Residual.SANDWICH else ""
         down = self.adding(
             prefix + names.down, spec.intermediate_size, self.columns, bias=spec.mlp_bias, post_norm=post_norm

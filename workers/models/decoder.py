@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import HeadShard, split_evenly
-from workers.attention.backend import AttentionBackend, AttentionRule
+from workers.attention.backend import AttentionBackend
 from workers.batch import Batch
 from workers.kernels import Kernels
 from workers.models.assembly import Assembly
@@ -45,22 +45,25 @@ class Decoder:
         self.widths = tuple(stop - start for start, stop in split_evenly(spec.vocab_size, comm.world))
         self._replay = kernels.replay
         self._streams = _Room((spec.hidden_size,), kernels.stream, device)
-        self._turns = tuple(_Turns(Rotation(rope, spec.head_dim, device), spec.head_dim, device) for rope in spec.ropes)
+        dim = spec.rotary_dim
+        self._turns = tuple(_Turns(Rotation(rope, dim, device), dim, device) for rope in spec.ropes)
         assembly = Assembly(spec, checkpoint, comm, kernels, dtype, device)
         self._embedding = assembly.embedding()
         self._layers = [assembly.layer(index) for index in range(spec.layers)]
         self._norm = assembly.final_norm()
         self._head = assembly.head()
-        self.rules = tuple(AttentionRule(spec.scale, spec.softcap, window) for window in spec.windows)
+        self.rules = tuple(assembly.rule(index) for index in range(spec.layers))
+        # What ranks exchange is no kernel's, and which experts compute is another matter in each step.
+        self._replays = comm.world == 1 and spec.experts is None and spec.latent is None
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states [T, hidden] after the last layer, before the final norm."""
         turns = tuple(each.at(batch.positions) for each in self._turns)
         step = Step(attention, attention.prepare(batch), turns or (None,))
         stream = self._embedding.into(self._streams.of(len(batch.tokens)), batch.tokens, batch.positions)
-        if self._comm.world > 1:  # what ranks exchange is no kernel's
-            return self._through(stream, step)
-        return self._replay(attention, (stream, *turns), lambda: self._through(stream, step))
+        if self._replays:
+            return self._replay(attention, (stream, *turns), lambda: self._through(stream, step))
+        return self._through(stream, step)
 
     def _through(self, stream: Tensor, step: Step) -> Tensor:
         """All layers."""

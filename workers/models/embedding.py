@@ -11,7 +11,8 @@ from workers.parallel import Communicator
 
 class Embedding:
     """`table` holds the rows of tokens [start, stop) of `vocabulary`, `positions` a vector for each position or None.
-    `scale` multiplies the table's vectors, rounded to their dtype first, as the models were trained."""
+    `scale` multiplies the table's vectors, rounded to their dtype first, as the models were trained; `divisor` then
+    divides them, as it is."""
 
     def __init__(
         self,
@@ -20,12 +21,13 @@ class Embedding:
         comm: Communicator,
         *,
         scale: float = 1.0,
+        divisor: float = 1.0,
         positions: Tensor | None = None,
     ) -> None:
         self._table = table
         self._start, self._stop = vocabulary
         self._comm = comm
-        self._scale = float(torch.tensor(scale, dtype=table.dtype))
+        self._scale = float(torch.tensor(scale, dtype=table.dtype)) / divisor
         self._positions = positions
 
     def into(self, stream: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.kernels import Linear
-from workers.models.shapes import Routing, Scoring
+from kvstore.layout import split_evenly
+from workers.kernels import Activation, Kernels, Linear
+from workers.models.shapes import ExpertShape, Routing, Scoring
+from workers.models.tensors import Tensors
+from workers.parallel import Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +100,63 @@ class Mixture:
                 total.index_add_(0, tokens[part], given * weights[part])
                 first += count
         return self._combine(total, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoader:
+    """Reads mixtures of `shape` over a stream of `hidden`. Checkpoints have a tensor per expert and part, or, saved by
+    newer versions of transformers, one for all experts' gates and ups and one for their downs."""
+
+    shape: ExpertShape
+    hidden: int
+    activation: Activation
+    tensors: Tensors
+    kernels: Kernels
+    comm: Communicator
+
+    def mixture(self, layer: str) -> Mixture:
+        """That of the layer whose tensors' names begin with `layer`."""
+        shape = self.shape
+        prefixes = [layer + prefix for prefix in shape.prefixes]
+        prefix = next((one for one in prefixes if f"{one}gate.weight" in self.tensors), prefixes[0])
+        router = self.kernels.linear(
+            self.tensors.weight(f"{prefix}gate", (shape.experts, self.hidden)), None, slot="router", wide=True
+        )
+        bias = None
+        if shape.routing.corrected:
+            bias = self.tensors.vector(f"{prefix}gate.e_score_correction_bias", (shape.experts,)).float()
+        experts = [self._expert(prefix, index) for index in range(shape.experts)]
+        return Mixture(Router(router, shape.routing, bias), experts, self._shared(prefix), self._combine)
+
+    def _expert(self, prefix: str, index: int) -> Expert:
+        """This rank's columns of expert `index`."""
+        size, each = self.shape.columns, f"{prefix}experts.{index}."
+        start, stop = columns = split_evenly(size, self.comm.world)[self.comm.rank]
+        fused = f"{prefix}experts.gate_up_proj"
+        if fused not in self.tensors:
+            return self._separate([each + part for part in self.shape.parts], size, columns, slot="given")
+        both, last = (self.shape.experts, 2 * size, self.hidden), (self.shape.experts, self.hidden, size)
+        gate = self.tensors.matrix(fused, both, index, rows=columns)
+        up = self.tensors.matrix(fused, both, index, rows=(size + start, size + stop))
+        return self._of(
+            gate, up, self.tensors.matrix(f"{prefix}experts.down_proj", last, index, columns=columns), "given"
+        )
+
+    def _shared(self, prefix: str) -> Expert | None:
+        """Experts that every token takes are as one."""
+        size = self.shape.shared
+        if not size:
+            return None
+        names = [f"{prefix}shared_experts.{part}" for part in self.shape.parts]
+        return self._separate(names, size, split_evenly(size, self.comm.world)[self.comm.rank], slot="shared")
+
+    def _separate(self, names: list[str], size: int, columns: tuple[int, int], *, slot: str) -> Expert:
+        gate, up = (self.tensors.weight(name, (size, self.hidden), rows=columns) for name in names[:2])
+        return self._of(gate, up, self.tensors.weight(names[2], (self.hidden, size), columns=columns), slot)
+
+    def _of(self, gate: Tensor, up: Tensor, down: Tensor, slot: str) -> Expert:
+        inner = self.kernels.gated(gate, up, None, self.activation, slot="inner")
+        return Expert(inner, self.kernels.linear(down, None, slot=slot, wide=True))
+
+    def _combine(self, part: Tensor, stream: Tensor) -> Tensor:
+        return stream.add_(part) if self.comm.world == 1 else self.comm.all_reduce_onto(part, stream)

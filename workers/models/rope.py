@@ -29,8 +29,8 @@ class Rope:
 
     `factor` stretches the context beyond `original_length` tokens; `low_freq`/`high_freq` belong to llama3,
     `beta_fast`/`beta_slow`/`truncate` to yarn, `divisors`, one for each pair's frequency, to longrope.
-    `attention_factor` multiplies cosine and sine (yarn and longrope, else 1). The first `share` of a head is rotated,
-    the rest left as it is.
+    `attention_factor` multiplies cosine and sine (yarn and longrope, else 1); `mscale_all_dim` is DeepSeek's. The first
+    `share` of a head is rotated, the rest left as it is.
     """
 
     kind: str = "default"
@@ -43,6 +43,7 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0
     share: float = 1.0
     divisors: tuple[float, ...] = ()
 
@@ -63,6 +64,11 @@ class Rope:
         if kind == "default":
             return cls(theta=theta, original_length=max_positions, share=float(share))
         return replace(_scaled(cls, kind, theta, field, params, config, max_positions), share=float(share))
+
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek's models multiply all scores by, beside their scale."""
+        return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def rotated(self, head_dim: int) -> int:
         """How many of a head's values are rotated."""
@@ -132,6 +138,7 @@ def _scaled(
         beta_slow=float(params.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(kind, float(names["factor"] or 1.0), original, params),
         truncate=bool(params.get("truncate", True)),
+        mscale_all_dim=float(params.get("mscale_all_dim") or 0.0),
         divisors=_divisors(field, params) if kind == "longrope" else (),
     )
 

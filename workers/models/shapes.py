@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from workers.models.rope import Unsupported
+
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
@@ -22,6 +24,12 @@ class LatentShape:
     biased: bool = False
     norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        sizes = {"kv_lora_rank": self.rank, "qk_rope_head_dim": self.rope, "qk_nope_head_dim": self.nope}
+        for name, size in sizes.items():
+            if size % 2:
+                raise Unsupported(f"config field {name} must be even, got {size}")
+
     @property
     def query(self) -> int:
         """Of one head's query."""
@@ -37,10 +45,10 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which `chosen` of the experts a token goes to: those with the highest scores, of the `open_groups` best of `groups`
-    equal groups, where a group is as good as the sum of its `deciding` highest scores. `corrected`: for the choice, not
-    for the weights, a bias is added to each score. Weights are scores, made to sum up to 1 if `normalised`, times
-    `scale`. (DeepSeek-V2, arXiv 2405.04434 section 2.2; DeepSeek-V3, arXiv 2412.19437 section 2.1.2.)"""
+    """Which `chosen` of the experts a token goes to: those with the highest scores, of the `open_groups` best of
+    `groups` equal groups, where a group is as good as the sum of its `deciding` highest scores. `corrected`: for the
+    choice, not for the weights, a bias is added to each score. Weights are scores, made to sum up to 1 if `normalised`,
+    times `scale`. (DeepSeek-V2, arXiv 2405.04434 section 2.2; DeepSeek-V3, arXiv 2412.19437 section 2.1.2.)"""
 
     chosen: int
     scoring: Scoring = Scoring.SOFTMAX
@@ -65,3 +73,13 @@ class ExpertShape:
     routing: Routing
     prefixes: tuple[str, ...] = ("mlp.",)
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        if self.experts % routing.groups or routing.open_groups > routing.groups:
+            raise Unsupported(
+                f"{self.experts} experts in {routing.groups} groups (n_group), {routing.open_groups} of them chosen "
+                "(topk_group), are not supported"
+            )
+        if routing.chosen > self.experts // routing.groups * routing.open_groups:
+            raise Unsupported(f"num_experts_per_tok {routing.chosen} is more than the experts that may be chosen")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
-from kvstore.precisions import PrecisionMap
+from kvstore.precisions import PrecisionMap, Stored
 from workers.models.parts import PLAIN, NormKind, Residual, TensorNames
 from workers.models.rope import Rope, Unsupported
+from workers.models.shapes import ExpertShape, LatentShape
 
 __all__ = ["ModelSpec", "Rope", "Unsupported"]
 
@@ -29,7 +30,12 @@ class ModelSpec:
     sliding window in tokens, the query's own included (None: all). `rope` turns queries and keys, `local_rope`, where
     there is one, those of layers with a window; `learned_positions` is the size of a table of positions that are added
     to the embedding (0: none). `embedding_scale` multiplies embeddings, `logit_softcap` caps logits like scores.
-    The MLP is activation(gate) * up if `gated`, else activation(up).
+    The MLP is activation(gate) * up if `gated`, else activation(up). What layers add to the stream is multiplied by
+    `branch_scale`, what goes into the logits' projection by `final_scale`.
+
+    With `latent` the model has MLA: one KV head, which is the latent, and `head_dim` counts all of a query. With
+    `experts` some layers have mixtures of them. The checkpoint's last `unused_layers` are not part of the decoder.
+    `fp8_block`: rows and columns of FP8 weights that share a scale, where the checkpoint has such.
 
     `eos_ids` are those of config.json and generation_config.json together; `dtype` is the checkpoint's own, as torch
     names it without the prefix ("bfloat16").
@@ -66,6 +72,12 @@ class ModelSpec:
     norm: NormKind = NormKind.RMS
     residual: Residual = Residual.SEQUENTIAL
     names: TensorNames = PLAIN
+    latent: LatentShape | None = None
+    experts: ExpertShape | None = None
+    branch_scale: float = 1.0
+    final_scale: float = 1.0
+    unused_layers: int = 0
+    fp8_block: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.q_heads % self.kv_heads:
@@ -76,7 +88,7 @@ class ModelSpec:
             raise Unsupported(f"head_dim {self.head_dim} is not supported: it must be even and at least 4")
         for rope in (self.rope, self.local_rope):
             if rope is not None:
-                rope.check(self.head_dim)
+                rope.check(self.rotary_dim)
 
     @classmethod
     def read(cls, folder: Path) -> ModelSpec:
@@ -94,6 +106,20 @@ class ModelSpec:
         return spec_of(config, generation or {})
 
     @property
+    def rotary_dim(self) -> int:
+        """Values of a head that a rope is for."""
+        return self.latent.rope if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a head that was attended to."""
+        return self.latent.values if self.latent else self.head_dim
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of an MLP."""
+        return self.experts is not None and self.experts.sparse[layer]
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """All that the model turns heads by; none where positions are learned."""
         return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
@@ -108,15 +134,19 @@ class ModelSpec:
 
     def layout(self, block_size: int, precision: PrecisionMap, ranks: int) -> tuple[KVLayout, ...]:
         """The pages of each rank, `block_size` tokens per block. PrecisionError for a map that names layers that are
-        not there; what is "auto" in it must have been settled."""
-        kept = tuple(zip(precision.of(self.layers), self.windows, strict=True))
+        not there; what is "auto" in it must have been settled. A latent has the precision that is meant for keys, and
+        every rank has all of it."""
+        stored = tuple(zip(precision.of(self.layers), self.windows, strict=True))
         return tuple(
-            KVLayout(
-                block_size,
-                tuple(LayerKV.pair(shard.kv_heads, self.head_dim, one.key, one.value, window) for one, window in kept),
-            )
+            KVLayout(block_size, tuple(self._kept(shard.kv_heads, one, window) for one, window in stored))
             for shard in self.shards(ranks)
         )
+
+    def _kept(self, heads: int, stored: Stored, window: int | None) -> LayerKV:
+        """What one layer keeps of a token on a rank with so many KV heads."""
+        if self.latent:
+            return LayerKV.latent(self.latent.rank, self.latent.rope, stored.key)
+        return LayerKV.pair(heads, self.head_dim, stored.key, stored.value, window)
 
 
 def _load(path: Path) -> dict[str, Any] | None:

@@ -33,6 +33,13 @@ class Tensors:
         bare = f"{names.embedding}.weight"
         self._root = "" if names.root + bare not in checkpoint and bare in checkpoint else names.root
 
+        for index in range(spec.layers, spec.layers + spec.unused_layers):
+            checkpoint.skip_under(f"{self._root}{names.layer}.{index}.")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this full name."""
+        return name in self._checkpoint
+
     def layer(self, index: int) -> str:
         """What names inside layer `index` begin with."""
         names = self._spec.names
@@ -59,6 +66,13 @@ class Tensors:
         if not self._spec.names.transposed:
             return self._cast(self._checkpoint.take(f"{name}.weight", shape, rows, columns))
         return self._cast(self._checkpoint.take(f"{name}.weight", shape[::-1], columns, rows).t())
+
+    def matrix(
+        self, name: str, shape: tuple[int, int, int], index: int, rows: Slice = None, columns: Slice = None
+    ) -> Tensor:
+        """The same of matrix `index` of those that lie behind each other in the tensor `name`."""
+        found = self._checkpoint.take(name, shape)[index]
+        return self._cast(found[slice(*rows or (None,)), slice(*columns or (None,))])
 
     def bias(self, name: str, size: int, rows: Slice = None) -> Tensor:
         """A linear's bias, or part of it."""

@@ -25,14 +25,14 @@ from workers.native.packing import PackedWeights
 from workers.native.sampling import NativeSampler
 from workers.native.workspace import Workspace
 
-LOGITS = "logits"
-"""The slot of logits. Their linear keeps bf16: it has a fifth of a small model's weights and a third of what int8 costs
-in quality (KL to fp32 0.009 with it, 0.006 without, SmolLM2-135M)."""
+EXACT = ("logits", "router")
+"""Slots whose linears keep bf16. That of the logits has a fifth of a small model's weights and a third of what int8
+costs in quality (KL to fp32 0.009 with it, 0.006 without, SmolLM2-135M); that of a router is small, and decides."""
 
 
 class NativeKernels:
     """Over `library`, for one rank: its outputs lie in buffers of its own. `weight_precision` "int8": every linear but
-    that of the logits has int8 weights and multiplies activations as int8 too."""
+    those in EXACT has int8 weights and multiplies activations as int8 too."""
 
     dtype = torch.bfloat16
     stream = torch.float32
@@ -93,7 +93,7 @@ class NativeKernels:
     def _packed(
         self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], finish: Finish, slot: str
     ) -> NativeLinear:
-        int8 = self._int8 and slot != LOGITS
+        int8 = self._int8 and slot not in EXACT
         packed = PackedWeights.of(self._library, self._arena, weights, biases, int8=int8)
         return NativeLinear(self._calls, packed, finish, slot)
 
@@ -102,6 +102,8 @@ def model_fault(spec: ModelSpec) -> str:
     """Why native kernels cannot compute a model's layers; empty when they can."""
     if spec.norm is NormKind.LAYER:
         return f"they have no LayerNorm, which {spec.architecture} needs"
+    if spec.latent:
+        return f"they read no joint latents, which {spec.architecture} keeps"
     if not spec.gated:
         return f"they have no MLP without a gate, which {spec.architecture} needs"
     return ""

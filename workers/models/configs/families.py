@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from workers.models.configs.deepseek import deepseek_v2, deepseek_v3, minicpm3
 from workers.models.configs.falcon import falcon
 from workers.models.configs.fields import Fields
 from workers.models.configs.gemma import gemma2, gemma3
 from workers.models.configs.gpt import gpt2, gpt_bigcode
-from workers.models.configs.llama import llama, mistral, qwen2, qwen3
+from workers.models.configs.llama import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from workers.models.configs.neox import gpt_neox
 from workers.models.configs.phi import phi3
 from workers.models.rope import Unsupported
@@ -27,6 +29,11 @@ FAMILIES: dict[str, Callable[[Fields, str], ModelSpec]] = {
     "GPTBigCodeForCausalLM": gpt_bigcode,
     "GPTNeoXForCausalLM": gpt_neox,
     "FalconForCausalLM": falcon,
+    "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "MiniCPM3ForCausalLM": minicpm3,
 }
 """Architecture as config.json names it → what reads the rest: (fields, architecture) → its spec, or Unsupported."""
 
@@ -38,7 +45,8 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSp
     names = config.get("architectures") or ["(none)"]
     for name in names:
         if name in FAMILIES:
-            return FAMILIES[name](Fields(config, generation), name)
+            fields = Fields(config, generation)
+            return replace(FAMILIES[name](fields, name), fp8_block=fields.fp8_block())
         if name in _ALIBI:
             raise Unsupported(f"architecture {name} is not supported: its positions are ALiBi biases of the scores")
     raise Unsupported(f"architecture {', '.join(names)} is not supported; known: {', '.join(FAMILIES)}")

@@ -84,13 +84,30 @@ class Fields:
 
     def refuse(self, *but: str) -> None:
         """Raise Unsupported for every field whose value would change the maths, `but` those that the family knows."""
-        quantization = self.config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else "?"
-            raise Unsupported(f"weight format {method!r} (config field quantization_config) is not supported")
+        self.fp8_block()
         for field, neutral in _NEUTRAL.items():
             if field not in but:
                 self.expect(field, *neutral)
+
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns of FP8 weights that share a scale, None where weights are plain numbers. Raises Unsupported
+        for any other weight format."""
+        given = self.config.get("quantization_config")
+        if not given:
+            return None
+        method = given.get("quant_method", "?") if isinstance(given, Mapping) else "?"
+        advice = "use the model in bf16 or fp16, in FP8 with scales per block as DeepSeek-V3 has it, or as GGUF"
+        if method != "fp8":
+            raise Unsupported(f"weight format {method!r} (config field quantization_config) is not supported; {advice}")
+        block, kind = given.get("weight_block_size"), given.get("fmt", "e4m3")
+        if kind != "e4m3" or not isinstance(block, list) or [type(size) for size in block] != [int, int]:
+            raise Unsupported(
+                f"weight format 'fp8' with fmt {kind!r} and weight_block_size {block!r} (config field "
+                f"quantization_config) is not supported; {advice}"
+            )
+        if min(block) < 1:
+            raise Unsupported(f"weight_block_size (config field quantization_config) must be at least 1, got {block}")
+        return block[0], block[1]
 
     def expect(self, field: str, *neutral: object) -> None:
         """Raise Unsupported unless the field has one of the `neutral` values or is absent."""

@@ -1,12 +1,17 @@
-"""Llama and its kin: Mistral, Qwen2, Qwen3, SmolLM2. Defaults are what transformers assumes where config.json is
-silent.
+"""Llama and its kin: Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM2. Defaults are what transformers assumes where
+config.json is silent.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workers.models.configs.fields import Fields, alternating, every
 from workers.models.rope import Rope, Unsupported
+from workers.models.shapes import ExpertShape, Routing
 from workers.models.spec import ModelSpec
+
+_COUNTS = ("num_experts", "num_local_experts")
 
 
 def llama(fields: Fields, architecture: str) -> ModelSpec:
@@ -46,6 +51,38 @@ def qwen3(fields: Fields, architecture: str) -> ModelSpec:
     )
 
 
+def mixtral(fields: Fields, architecture: str) -> ModelSpec:
+    """Mistral with experts in all layers (arXiv 2401.04088)."""
+    window = fields.config.get("sliding_window")
+    spec = _spec(fields, architecture, positions=131_072, window=window, theta=1e6, known=_COUNTS)
+    experts = ExpertShape(
+        experts=fields.integer("num_local_experts", fields.integer("num_experts", 8)),
+        columns=spec.intermediate_size,
+        shared=0,
+        sparse=(True,) * spec.layers,
+        routing=Routing(fields.integer("num_experts_per_tok", 2)),
+        prefixes=("block_sparse_moe.", "mlp."),
+        parts=("w1", "w3", "w2"),
+    )
+    return replace(spec, experts=experts)
+
+
+def qwen3_moe(fields: Fields, architecture: str) -> ModelSpec:
+    """Qwen3 with experts in all layers, or in some (arXiv 2505.09388)."""
+    fields.expect("use_sliding_window", None, False)
+    bias = fields.flag("attention_bias")
+    spec = _spec(fields, architecture, positions=32_768, qkv_bias=bias, output_bias=bias, qk_norm=True, known=_COUNTS)
+    dense, step = fields.config.get("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    experts = ExpertShape(
+        experts=fields.integer("num_experts", fields.integer("num_local_experts", 128)),
+        columns=fields.integer("moe_intermediate_size", 768),
+        shared=0,
+        sparse=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(spec.layers)),
+        routing=Routing(fields.integer("num_experts_per_tok", 8), normalised=fields.flag("norm_topk_prob")),
+    )
+    return replace(spec, experts=experts)
+
+
 def _spec(
     fields: Fields,
     architecture: str,
@@ -58,10 +95,12 @@ def _spec(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    theta: float = 1e4,
+    known: tuple[str, ...] = (),
 ) -> ModelSpec:
     positions = fields.integer("max_position_embeddings", positions)
-    rope = Rope.parse(fields.config, positions)
-    fields.refuse()
+    rope = Rope.parse({"rope_theta": theta, **fields.config}, positions)
+    fields.refuse(*known)
     layers, reach = fields.integer("num_hidden_layers"), rope.reach(positions)
     hidden, q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim or hidden // q_heads)
