@@ -35,6 +35,8 @@ DYNAMIC = {
         ("mistral-window", "int8", "auto"),
         ("gemma2", "bf16", "auto"),
         ("gemma3", "int8", "int8"),
+        ("qwen3_moe", "bf16", "auto"),
+        ("qwen3_moe", "int8", "int8"),
     ],
     ids=[
         "smollm2-bf16",
@@ -45,6 +47,8 @@ DYNAMIC = {
         "mistral-window-int8",
         "gemma2-bf16",
         "gemma3-int8-int8",
+        "experts-bf16",
+        "experts-int8-int8",
     ],
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
