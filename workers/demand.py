@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.models.shapes import LatentShape
 from workers.plan import StepPlan
 
 _INDEX = 8
@@ -23,7 +24,8 @@ class Demand:
     rank, `vocabulary` is what it sees of the logits (all of it on rank 0). `item` are bytes of an activation,
     `slot` those that a head keeps of a token in the widest layer; `decodes`: they must become fp32 before they are
     of use. A gather of one-token rows names at most `gather_slots` slots (0: attention gathers nothing), one of a
-    longer row `tile`, whose scores are made for `block` tokens at a time. `windows` are those of the layer groups."""
+    longer row `tile`, whose scores are made for `block` tokens at a time. `windows` are those of the layer groups. With
+    MLA there is a `latent`; `expert` are this rank's columns of one expert, 0 without."""
 
     hidden: int
     q_heads: int
@@ -38,6 +40,8 @@ class Demand:
     tile: int
     block: int
     windows: tuple[int | None, ...]
+    latent: LatentShape | None = None
+    expert: int = 0
 
     def buffers(self, plan: StepPlan) -> tuple[int, ...]:
         """Bytes of the largest buffers that live at the same time, none of them 0; () for a plan without rows."""
@@ -51,7 +55,7 @@ class Demand:
             else (
                 self._index_bytes(singles, chunks),
                 max(gathered, tile) * self.kv_heads * self._gathered_bytes(),
-                self._score_bytes(gathered, chunks),
+                self._score_bytes(len(singles), gathered, chunks),
             )
         )
         # The logits come when the layers are done.
@@ -65,9 +69,14 @@ class Demand:
 
     def _token_bytes(self) -> int:
         """The residual stream and its norm with two fp32 copies (one is what ranks add up); and, one after the other,
-        queries, keys and values with what attention makes of them, or both halves of the MLP and their product."""
+        queries, keys and values with what attention makes of them, or both halves of the MLP and their product, or what
+        all experts together give with what one of them does, should every token come to it."""
         heads = self.item * (self.q_heads + 2 * self.kv_heads) + self._wide(self.item) * self.q_heads
-        return 2 * (self.item + _FP32) * self.hidden + max(heads * self.head_dim, 3 * self.item * self.inner)
+        heads *= self.head_dim
+        if kept := self.latent:
+            heads = self.item * (self.q_heads * (kept.query + kept.values) + kept.rank + kept.rope)
+        experts = (self.item + _FP32) * self.hidden + 3 * self.item * self.expert if self.expert else 0
+        return 2 * (self.item + _FP32) * self.hidden + max(heads, 3 * self.item * self.inner, experts)
 
     def _index_bytes(self, singles: list[int], chunks: list[tuple[int, int]]) -> int:
         """Every row's index into the pool, for each head; all layers of a group share it."""
@@ -79,16 +88,35 @@ class Demand:
 
     def _gathered_bytes(self) -> int:
         """Of one head's slot, as it is stored and in fp32."""
+        if self.latent:
+            return self.slot + _FP32 * (self.latent.rank + self.latent.rope)
         return self.slot + (2 * _FP32 * self.head_dim if self.decodes else 0)
 
     def _wide(self, item: int) -> int:
         """Bytes of one element as it is, and once more in fp32 where that is another format."""
         return item if item == _FP32 else item + _FP32
 
-    def _score_bytes(self, gathered: int, chunks: list[tuple[int, int]]) -> int:
+    def _score_bytes(self, rows: int, gathered: int, chunks: list[tuple[int, int]]) -> int:
         """Scores and their softmax of the largest gather; or a block's scores over a tile, with the queries and sums of
         its whole row. All in fp32."""
+        if self.latent:
+            return self._latent_score_bytes(self.latent, rows, gathered, chunks)
         largest = 2 * gathered
         for count, length in chunks:
             largest = max(largest, min(count, self.block) * min(length, self.tile) + 2 * count * self.head_dim)
+        return _FP32 * self.q_heads * largest
+
+    def _latent_score_bytes(self, kept: LatentShape, rows: int, gathered: int, chunks: list[tuple[int, int]]) -> int:
+        """The same over latents. Absorbed queries, which are as wide as latents, are there twice as they are made, and
+        their sums; where latents are expanded, a tile's keys and values of every head are too."""
+        copies = 1 if self.item == _FP32 else 2
+        absorbed, width = 2 * (kept.rank + kept.rope) + kept.rank, kept.nope + kept.values
+        largest = gathered + rows * absorbed
+        for count, length in chunks:
+            block, tile = min(count, self.block), min(length, self.tile)
+            if kept.expands(count):
+                each = count * (copies * kept.query + kept.values) + tile * (2 * width + kept.query)
+            else:
+                each = count * absorbed
+            largest = max(largest, block * tile + each)
         return _FP32 * self.q_heads * largest

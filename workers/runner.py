@@ -157,13 +157,17 @@ class Runner:
 
     def _demand_of(self, spec: ModelSpec) -> Demand:
         rank, world, shard = self._comm.rank, self._comm.world, self._model.shard
-        start, stop = split_evenly(spec.intermediate_size, world)[rank]
+
+        def share(columns: int) -> int:
+            start, stop = split_evenly(columns, world)[rank]
+            return stop - start
+
         return Demand(
             hidden=spec.hidden_size,
             q_heads=shard.q_heads,
             kv_heads=shard.kv_heads,
             head_dim=spec.head_dim,
-            inner=stop - start,
+            inner=share(spec.intermediate_size),
             vocabulary=spec.vocab_size if rank == 0 else self._model.widths[rank],
             item=self._kernels.dtype.itemsize,
             slot=max(layer.slot_bytes for layer in self.layout.layers),
@@ -172,6 +176,8 @@ class Runner:
             tile=TILE,
             block=BLOCK,
             windows=tuple(group.window for group in self.layout.groups),
+            latent=spec.latent,
+            expert=share(spec.experts.columns) if spec.experts else 0,
         )
 
     def _largest(self) -> StepPlan:

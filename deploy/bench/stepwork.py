@@ -37,7 +37,10 @@ class Shape:
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: KVLayout, *, layer_item: float, head_item: float) -> Shape:
-        """Of a whole model on one rank; `layer_item` and `head_item` are bytes per weight of layers and logits."""
+        """Of a whole model on one rank; `layer_item` and `head_item` are bytes per weight of layers and logits. Raises
+        ValueError for a model with experts or MLA, whose steps are made of other things."""
+        if spec.experts or spec.latent:
+            raise ValueError(f"a roofline of {spec.architecture} cannot be drawn: it has experts or MLA")
         wide = spec.head_dim * (2 * spec.q_heads + 2 * spec.kv_heads)
         layers = spec.layers * spec.hidden_size * (wide + (2 + spec.gated) * spec.intermediate_size)
         head = spec.vocab_size * spec.hidden_size

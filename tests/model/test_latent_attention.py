@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvstore.layout import KVLayout, LayerKV, Precision
 from tests.model.test_oom import measured
-from workers.attention import formats, latent
+from workers.attention import formats, tiles
 from workers.attention.backend import AttentionRule, Expansion
 from workers.attention.latent import LatentAttention
 from workers.batch import Batch, Span
 from workers.kvpool import KVPool
 from workers.models.rope import Rope
+from workers.models.shapes import LatentShape
 from workers.models.spec import Unsupported
 from workers.rotation import Rotation, rotate
 
@@ -40,7 +41,9 @@ class Latents:
         order = random.Random(3).sample(range(sum(needed) + 1), sum(needed))
         self.tables = [tuple(order.pop() for _ in range(count)) for count in needed]
         self.expansion = Expansion(
-            torch.randn(HEADS, NOPE, RANK, generator=generator), torch.randn(HEADS, VALUES, RANK, generator=generator)
+            LatentShape(RANK, ROPE, NOPE, VALUES, None, interleaved=True),
+            torch.randn(HEADS, NOPE, RANK, generator=generator),
+            torch.randn(HEADS, VALUES, RANK, generator=generator),
         )
         width = HEADS * (NOPE + ROPE) + RANK + ROPE
         self.heads = [torch.randn(length, width, generator=generator) for length in lengths]
@@ -86,8 +89,9 @@ class Latents:
 def test_rows_of_all_kinds_attend_as_a_plain_softmax_does(
     precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latent, "CHUNK_TILE", 24)
-    monkeypatch.setattr(latent, "ROWS_TILE", 64)
+    monkeypatch.setattr(tiles, "TILE", 24)
+    monkeypatch.setattr(tiles, "BLOCK", 30)
+    monkeypatch.setattr(tiles, "BUCKET_SLOTS", 64)
     lengths = (107, 61, 33, 80)
     device = Latents(precision, lengths)
     steps = [
@@ -111,7 +115,7 @@ def test_absorbed_and_expanded_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
     outputs = []
     for expands in (True, False):
         device = Latents(Precision.INT8, (300,))
-        monkeypatch.setattr(device.backend, "_expands", lambda *_, expands=expands: expands)
+        monkeypatch.setattr(LatentShape, "expands", lambda *_, expands=expands: expands)
         outputs.append(torch.cat([part for count in (90, 5, 205) for part in device.run([(0, count)])]))
     assert not torch.equal(*outputs)
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5 * outputs[0].abs().max()
@@ -122,7 +126,7 @@ def test_what_a_chunk_takes_does_not_grow_with_its_context(monkeypatch: pytest.M
     taken = []
     for context in (4096, 16_384):
         device = Latents(Precision.INT8, (context,))
-        monkeypatch.setattr(device.backend, "_expands", lambda *_, expands=expands: expands)
+        monkeypatch.setattr(LatentShape, "expands", lambda *_, expands=expands: expands)
         device._seen[0] = context - 256
         index = 8 * context  # its slots
         taken.append(measured(lambda device=device: device.run([(0, 256)])) - index)

@@ -286,12 +286,24 @@ PLANS = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_step_asks_for_is_about_what_it_takes(folder: Path, name: str, dtype: str) -> None:
+    compare(folder, name, dtype)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "minicpm3"])
+def test_so_it_is_with_experts_and_latents(tmp_path: Path, family: str) -> None:
+    save_model(FAMILIES[family], tmp_path)
+    for name in PLANS:
+        compare(tmp_path, name, "fp32")
+
+
+def compare(folder: Path, name: str, dtype: str) -> None:
+    """What is asked for plan `name` with what it takes."""
     ranks = Ranks(folder, kernels=f"torch-{dtype}", dtype=dtype, precision=Precision.parse(dtype))
     runner, plan = ranks.runners[0], PLANS[name]
     runner.run(plan)
     taken = measured(lambda: runner.run(plan))
     asked = sum(runner._demand.buffers(plan))
-    assert 0.8 * taken <= asked <= 1.5 * taken, f"asked for {asked:,}, took {taken:,}"
+    assert 0.8 * taken <= asked <= 1.5 * taken, f"{name}: asked for {asked:,}, took {taken:,}"
 
 
 def test_a_measured_largest_step_scales_what_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from workers.demand import Demand
+from workers.models.shapes import LatentShape
 from workers.plan import Draw, Row, StepPlan
 
 DEMAND = Demand(
@@ -49,6 +50,20 @@ def test_a_chunk_of_a_prompt_by_hand() -> None:
     scores = 4 * 9 * (128 * 256 + 2 * 512 * 64)
     assert DEMAND.buffers(plan((512, 0, False))) == (512 * token, index, gather, scores)
     assert DEMAND.buffers(plan((512, 512, False))) == (512 * token, 2 * index, gather, scores)
+
+
+def test_latents_by_hand() -> None:
+    kept = LatentShape(512, 64, 128, 128, None, interleaved=True)
+    demand = replace(DEMAND, kv_heads=1, slot=1152, head_dim=192, latent=kept, inner=100, expert=2000)
+    token = 2 * (2 + 4) * 576 + max(2 * (9 * 320 + 576), (2 + 4) * 576 + 3 * 2 * 2000)
+    slot = 1152 + 4 * 576
+    rows = plan((1, 99, False), (1, 49, False))
+    absorbed = 4 * 9 * (150 + 2 * (2 * 576 + 512))
+    assert demand.buffers(rows) == (2 * token, 150 * 8, 150 * slot, absorbed)
+    short = 4 * 9 * (64 * 164 + 64 * (2 * 576 + 512))
+    assert demand.buffers(plan((64, 100, False))) == (64 * token, 164 * 8, 164 * slot, short)
+    expanded = 4 * 9 * (128 * 256 + 512 * (2 * 192 + 128) + 256 * (2 * 256 + 192))
+    assert demand.buffers(plan((512, 0, False))) == (512 * token, 512 * 8, 256 * slot, expanded)
 
 
 def test_logits_come_when_attention_is_done() -> None:

@@ -8,14 +8,16 @@ from typing import Protocol
 from torch import Tensor
 
 from workers.batch import Batch
+from workers.models.shapes import LatentShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
     """What makes keys and values out of MLA's latents (arXiv 2405.04434 section 2.1): of head h, `keys[h]` @ latent is
     the part of a key that is not rotated, `values[h]` @ latent the value. [q_heads of this rank, elements, rank of the
-    latent], in the dtype of heads."""
+    latent], in the dtype of heads. `shape` has the sizes."""
 
+    shape: LatentShape
     keys: Tensor
     values: Tensor
 

@@ -15,9 +15,9 @@ _LEAST = -3e38
 
 class OnlineSoftmax:
     """`queries` fp32 [n, q, d], multiplied by the scale. `sinks` fp32, of a shape that broadcasts to [n, q, 1]: one
-    more score per query, which belongs to no value."""
+    more score per query, which belongs to no value. Values have `width` elements (None: d)."""
 
-    def __init__(self, queries: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
+    def __init__(self, queries: Tensor, softcap: float | None, sinks: Tensor | None, width: int | None = None) -> None:
         self._queries = queries
         self._softcap = softcap
         shape = (*queries.shape[:2], 1)
@@ -27,11 +27,11 @@ class OnlineSoftmax:
         else:
             self._most = sinks.expand(shape).clone()
             self._total = queries.new_ones(shape)
-        self._sum = torch.zeros_like(queries)
+        self._sum = queries.new_zeros(*queries.shape[:2], queries.shape[2] if width is None else width)
 
     def take(self, keys: Tensor, values: Tensor, hidden: Tensor | None) -> None:
-        """The next tile: keys and values fp32 [n, w, d]; `hidden`, bool, broadcasts to [n, q / r, r, w] for some r and
-        says what is not seen."""
+        """The next tile: keys fp32 [n, w, d], values fp32 [n, w, width]; `hidden`, bool, broadcasts to [n, q / r, r, w]
+        for some r and says what is not seen."""
         scores = self._scores(keys)
         if hidden is not None:
             scores.unflatten(1, (hidden.shape[1], -1)).masked_fill_(hidden, float("-inf"))
@@ -43,7 +43,7 @@ class OnlineSoftmax:
         self._most = most
 
     def result(self) -> Tensor:
-        """[n, q, d]; ends it."""
+        """[n, q, width]; ends it."""
         return self._sum.div_(self._total)
 
     def _scores(self, keys: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class LatentLoader:
         parts = both.unflatten(0, (-1, width)).split((shape.nope, shape.values), 1)
         dtype = self.kernels.dtype
         keys, values = (part.to(dtype, copy=True, memory_format=torch.contiguous_format) for part in parts)
-        return Expansion(keys, values)
+        return Expansion(shape, keys, values)
 
     def _down(self, name: str, outputs: int, *, rotated: int, slot: str) -> Linear:
         """A linear into a latent, whose last `rotated` outputs are for a key that turns."""

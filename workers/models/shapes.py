@@ -35,6 +35,12 @@ class LatentShape:
         """Of one head's query."""
         return self.nope + self.rope
 
+    def expands(self, queries: int) -> bool:
+        """Whether it takes fewer multiplications to make keys and values of a latent than to let so many queries look
+        at the latent itself: what the former costs, against what each query saves. (DeepSeek-V3: from 171 on.)"""
+        width = self.nope + self.values
+        return queries * (2 * self.rank - width) > self.rank * width
+
 
 class Scoring(Enum):
     """What makes scores of a router's logits."""
