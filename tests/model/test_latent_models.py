@@ -16,6 +16,7 @@ from deploy.plan.planner import layouts
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from tests.model.localgroup import LocalGroup
+from tests.model.mixtures import YARN
 from tests.model.test_goldens import generate
 from tests.model.test_weights import blockwise
 from tests.model.tiny import FAMILIES, Ranks, oracle, prompt, row, save_model, tables
@@ -107,8 +108,10 @@ def test_every_kv_precision_keeps_latents(models: dict[str, tuple[Path, Any]], p
 def test_checkpoints_with_all_experts_in_one_tensor_are_read_too(
     tmp_path: Path, models: dict[str, tuple[Path, Any]], name: str
 ) -> None:
-    _, model = models[name]
+    folder, model = models[name]
     model.save_pretrained(tmp_path, save_original_format=False)
+    each = [key for key in load_file(folder / "model.safetensors") if ".experts.0." in key]
+    assert len(each) == {"mixtral": 9, "minicpm3": 0}.get(name, 6)
     fused = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("experts.gate_up_proj")]
     assert len(fused) == {"mixtral": 3, "minicpm3": 0}.get(name, 2)
     tokens = prompt(20)
@@ -191,3 +194,29 @@ def test_sixteen_bit_kernels_stay_close_to_the_model(
     assert (got - oracle(model, tokens)[-3:]).abs().mean() < 0.05
     if kernels == "auto":
         assert "joint latents" in ranks.runners[0].choice.why and not ranks.runners[0].choice.second_best
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "norm_topk_prob": False}),
+    "biases": ("deepseek_v3", {"attention_bias": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
+    "yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "greedy": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": 18, "rope_parameters": PLAIN}),
+    "unscaled": ("minicpm3", {"rope_parameters": PLAIN, "scale_depth": None, "dim_model_base": None, "scale_emb": 1}),
+    "sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False}),
+    "window": ("mixtral", {"sliding_window": 11, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_do_variants(tmp_path: Path, variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    config = FAMILIES[family]
+    model = save_model(type(config)(**config.to_dict() | changes), tmp_path)
+    tokens = prompt(40)
+    expected = oracle(model, tokens)[[16, 17, 39]]
+    ranks = Ranks(tmp_path, 2)
+    got = ranks.walk(tokens, [17, 1, 22], tables(64, [10])[0])
+    ranks.close()
+    assert expected.std() > 0.05
+    assert (got - expected).abs().max() < TOLERANCE

@@ -39,6 +39,13 @@ def shape(layer_item: float = 2, head_item: float = 2) -> Shape:
     return Shape.of(spec, layout, layer_item=layer_item, head_item=head_item)
 
 
+def test_models_whose_steps_are_made_of_other_things_have_no_roofline() -> None:
+    moe = SMOLLM2 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM cannot be drawn"):
+        Shape.of(ModelSpec.parse(moe), layout, layer_item=2, head_item=2)
+
+
 def row(start: int, count: int, draw: Draw | None = DRAW) -> Row:
     return Row((0,) * count, start, ((0,),), draw)
 
