@@ -70,6 +70,10 @@ class Kernels(Protocol):
         """activation(x @ weight.T + bias)."""
         ...
 
+    def router(self, weight: Tensor) -> Linear:
+        """x @ weight.T computed in fp32, where a small error would lead elsewhere."""
+        ...
+
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """stream + x @ weight.T + bias."""
         ...

@@ -56,6 +56,11 @@ class TorchKernels:
         product = self._product(weight, bias)
         return lambda x: _activate(product(x), activation)
 
+    def router(self, weight: Tensor) -> Linear:
+        """See Kernels.router."""
+        kept = to_dtype(weight, torch.float32)
+        return lambda x: linear(x.float(), kept)
+
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """See Kernels.adding."""
         product = self._product(weight, bias)

@@ -102,7 +102,7 @@ def mixture(kernels: Kernels, *, shared: bool) -> Mixture:
         return Expert(inner, kernels.linear(down, None, slot=slot, wide=True))
 
     routing = Routing(3)
-    logits = kernels.linear(torch.randn(EXPERTS, HIDDEN, generator=generator), None, slot="router", wide=True)
+    logits = kernels.router(torch.randn(EXPERTS, HIDDEN, generator=generator))
     experts = [expert("given") for _ in range(EXPERTS)]
     return Mixture(
         Router(logits, routing, None), experts, expert("shared") if shared else None, lambda part, onto: onto.add_(part)
@@ -126,3 +126,15 @@ def test_a_token_s_sum_does_not_depend_on_its_neighbours(kernels: Kernels | None
             assert torch.equal(got, whole[step])
         else:  # torch's own products depend on how many rows there are
             assert (got - whole[step]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["torch", "native", "native-int8"])
+def test_sixteen_bit_kernels_score_experts_in_fp32(kind: str) -> None:
+    if kind == "torch":
+        kernels: Kernels = TorchKernels("t", torch.bfloat16, False)
+    else:
+        kernels = NativeKernels(load_library(), "int8" if kind == "native-int8" else "auto")
+    generator = torch.Generator().manual_seed(4)
+    weight, x = (torch.randn(rows, HIDDEN, generator=generator).bfloat16() for rows in (EXPERTS, 9))
+    expected = x.double() @ weight.double().t()
+    assert (kernels.router(weight)(x) - expected).abs().max() < 1e-5

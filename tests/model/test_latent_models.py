@@ -209,7 +209,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_so_do_variants(tmp_path: Path, variant: str) -> None:
+def test_logits_of_variants_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
     family, changes = VARIANTS[variant]
     config = FAMILIES[family]
     model = save_model(type(config)(**config.to_dict() | changes), tmp_path)

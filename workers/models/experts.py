@@ -119,9 +119,7 @@ class ExpertLoader:
         shape = self.shape
         prefixes = [layer + prefix for prefix in shape.prefixes]
         prefix = next((one for one in prefixes if f"{one}gate.weight" in self.tensors), prefixes[0])
-        router = self.kernels.linear(
-            self.tensors.weight(f"{prefix}gate", (shape.experts, self.hidden)), None, slot="router", wide=True
-        )
+        router = self.kernels.router(self.tensors.weight(f"{prefix}gate", (shape.experts, self.hidden)))
         bias = None
         if shape.routing.corrected:
             bias = self.tensors.vector(f"{prefix}gate.e_score_correction_bias", (shape.experts,)).float()

@@ -25,14 +25,16 @@ from workers.native.packing import PackedWeights
 from workers.native.sampling import NativeSampler
 from workers.native.workspace import Workspace
 
-EXACT = ("logits", "router")
-"""Slots whose linears keep bf16. That of the logits has a fifth of a small model's weights and a third of what int8
-costs in quality (KL to fp32 0.009 with it, 0.006 without, SmolLM2-135M); that of a router is small, and decides."""
+LOGITS = "logits"
+"""The slot of logits. Their linear keeps bf16: it has a fifth of a small model's weights and a third of what int8 costs
+in quality (KL to fp32 0.009 with it, 0.006 without, SmolLM2-135M)."""
+ROUTER = "router"
+"""That of a router's scores, whose linear keeps bf16 too: its products are exact in fp32, in which they are added."""
 
 
 class NativeKernels:
     """Over `library`, for one rank: its outputs lie in buffers of its own. `weight_precision` "int8": every linear but
-    those in EXACT has int8 weights and multiplies activations as int8 too."""
+    those of logits and routers has int8 weights and multiplies activations as int8 too."""
 
     dtype = torch.bfloat16
     stream = torch.float32
@@ -61,6 +63,10 @@ class NativeKernels:
     def activated(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, slot: str) -> Linear:
         """Raises Unsupported."""
         raise Unsupported("native kernels have no MLP without a gate")
+
+    def router(self, weight: Tensor) -> Linear:
+        """See Kernels.router."""
+        return self._packed((weight,), (None,), Finish.WIDE, ROUTER)
 
     def adding(self, weight: Tensor, bias: Tensor | None) -> Adding:
         """See Kernels.adding."""
@@ -93,7 +99,7 @@ class NativeKernels:
     def _packed(
         self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], finish: Finish, slot: str
     ) -> NativeLinear:
-        int8 = self._int8 and slot not in EXACT
+        int8 = self._int8 and slot not in (LOGITS, ROUTER)
         packed = PackedWeights.of(self._library, self._arena, weights, biases, int8=int8)
         return NativeLinear(self._calls, packed, finish, slot)
 
