@@ -1,5 +1,6 @@
-"""Experts and MLA as they are served: whole groups' greedy tokens against transformers', every KV precision, FP8 and
-fused checkpoints, and the native kernels."""
+"""Experts and MLA beyond what every family is tested for: preemption, every KV precision, FP8 and fused checkpoints,
+16-bit kernels, and what the planner says.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     return made
 
 
-@pytest.mark.parametrize(("world", "chunk", "blocks"), [(1, 128, 200), (2, 16, 15)], ids=["whole", "tp2-chunks-tiny"])
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_equal_transformers(
-    models: dict[str, tuple[Path, Any]], name: str, world: int, chunk: int, blocks: int
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_greedy_tokens_equal_transformers_in_a_pool_that_is_too_small(
+    models: dict[str, tuple[Path, Any]], name: str
 ) -> None:
     folder, model = models[name]
     head = prompt(32, seed=1)
@@ -56,16 +56,16 @@ def test_greedy_tokens_equal_transformers(
     settings = GroupSettings(
         model_dir=str(folder),
         model_names=("m",),
-        tensor_parallel_size=world,
+        tensor_parallel_size=2,
         dtype="fp32",
         kv_precision=PrecisionMap.uniform(Precision.FP32),
         block_size=8,
         max_num_seqs=8,
-        max_num_batched_tokens=chunk,
+        max_num_batched_tokens=16,
         threads=1,
     )
     sampling = Sampling(NEW_TOKENS)
-    with LocalGroup(settings, blocks) as group:
+    with LocalGroup(settings, 15) as group:
         for turn in ("cold", "warm"):
             outputs = group.generate([Request(f"{turn}{i}", p, sampling, b"ns") for i, p in enumerate(prompts)])
             right = 0
@@ -80,7 +80,7 @@ def test_greedy_tokens_equal_transformers(
             assert right > 0.8 * len(goldens) * NEW_TOKENS, "too many near ties to say anything"
         report = group.report()
         assert report.cached_tokens > 0 and report.pool.held == 0
-        assert (report.preemptions > 0) is (blocks == 15)
+        assert report.preemptions > 0
 
 
 @pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.label)
