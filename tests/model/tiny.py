@@ -31,7 +31,7 @@ from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from kvstore.table import GONE
 from tests.model.mixtures import MIXTURES
-from workers.models.spec import ModelSpec
+from workers.models.factory import read_spec
 from workers.native.library import load_library
 from workers.parallel import Communicator, join_store, open_store
 from workers.plan import Draw, Row, StepPlan
@@ -229,7 +229,7 @@ class Ranks:
         } | options
         if isinstance(settings["precision"], Precision):
             settings["precision"] = PrecisionMap.uniform(settings["precision"])
-        spec = ModelSpec.read(folder)
+        spec = read_spec(folder)
         self.world = world
         self.block_size: int = settings["block_size"]
         self.comms = connect(world)
