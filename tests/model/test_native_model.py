@@ -30,8 +30,20 @@ DYNAMIC = {
         ("mistral", "fp16", "auto"),
         ("smollm2", "int8", "int8"),
         ("smollm2", {"default": "int8", "layers": {0: "bf16"}}, "auto"),
+        ("qwen3", "fp8_e4m3", "auto"),
+        ("qwen2", {"k": "int8", "v": "int4"}, "auto"),
+        ("smollm2", {"default": "int4", "layers": {0: "fp8_e5m2"}}, "auto"),
     ],
-    ids=["smollm2-bf16", "qwen3-int8", "mistral-fp16", "smollm2-int8-int8", "smollm2-mixed"],
+    ids=[
+        "smollm2-bf16",
+        "qwen3-int8",
+        "mistral-fp16",
+        "smollm2-int8-int8",
+        "smollm2-mixed",
+        "qwen3-fp8",
+        "qwen2-int8-int4",
+        "smollm2-int4",
+    ],
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What makes ranks over one model."""
