@@ -38,7 +38,8 @@ from deploy.settings import coordinator_settings, group_settings, ingress_settin
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionError
 from workers.models.generic.spec import GenericSpec
-from workers.native.build import NativeUnavailable, built
+from workers.native.build import NativeUnavailable, Part, built
+from workers.native.pairs import parts_for
 from workers.native.processor import Processor
 
 Progress = Callable[[str], None]
@@ -218,11 +219,12 @@ def _compile_ahead(config: ClusterConfig) -> None:
     if config.device == "cuda" or all(section.kernels in ("onednn", "torch") for section in config.sections):
         return
 
-    def compile_all() -> None:
+    def build(part: Part | None) -> None:
         with suppress(NativeUnavailable):
-            built(native_folder(Environment.read().cache), Processor.read().variants[0])
+            built(native_folder(Environment.read().cache), Processor.read().variants[0], part)
 
-    threading.Thread(target=compile_all, name="compile", daemon=True).start()
+    for part in (None, *dict.fromkeys(part for section in config.sections for part in parts_for(section.kv_precision))):
+        threading.Thread(target=build, args=(part,), name="compile", daemon=True).start()
 
 
 def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:

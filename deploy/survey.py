@@ -29,6 +29,7 @@ from deploy.settings import native_folder
 from deploy.staging import ModelError
 from workers.memory import machine_bytes
 from workers.native.build import NativeUnavailable, built
+from workers.native.pairs import parts_for
 from workers.native.processor import Processor
 
 _ANSWER_S = 10.0
@@ -75,7 +76,8 @@ def _kernels(config: ClusterConfig, environment: Environment) -> Finding:
     fault, variant = None, processor.variants[0]
     if any(name.startswith(("auto", "native")) for name in names):
         try:
-            built(native_folder(environment.cache), variant)
+            for part in (None, *(part for section in config.sections for part in parts_for(section.kv_precision))):
+                built(native_folder(environment.cache), variant, part)
         except NativeUnavailable as error:
             fault = str(error)
     return doctor.check_kernels(names, processor.name, variant.name, fault)

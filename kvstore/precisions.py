@@ -141,6 +141,11 @@ class PrecisionMap:
             return self.default.plain
         return {"default": self.default.plain, "layers": {layers.text: words.plain for layers, words in self.layers}}
 
+    @property
+    def words(self) -> tuple[Words, ...]:
+        """All that it names, the default first."""
+        return (self.default, *(words for _, words in self.layers))
+
     def settle(self, auto: Precision) -> PrecisionMap:
         """With `auto` in the place of every "auto"."""
         return PrecisionMap(

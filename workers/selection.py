@@ -14,9 +14,9 @@ from kvstore.layout import KVLayout
 from workers.kernels import Kernels
 from workers.layers import TorchKernels
 from workers.models.spec import ModelSpec, Unsupported
-from workers.native.attention import layout_fault
 from workers.native.kernels import NativeKernels, model_fault
 from workers.native.library import NativeUnavailable, load_library
+from workers.native.pairs import layout_fault, parts_of
 from workers.native.processor import Processor
 from workers.settings import KERNELS, WEIGHT_PRECISIONS
 from workers.weights import DTYPES
@@ -83,7 +83,7 @@ def _native(device: torch.device, layout: KVLayout, wish: Wish, variant: str | N
     if fault := layout_fault(layout) or (model_fault(spec) if spec else ""):
         raise Unsupported(f"native kernels cannot be used: {fault}")
     try:
-        library = load_library(wish.folder, variant=variant)
+        library = load_library(wish.folder, variant=variant, parts=parts_of(layout))
     except NativeUnavailable as error:
         raise Unsupported(f"native kernels cannot be had: {error}") from error
     library.threads = torch.get_num_threads()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvstore.layout import KVLayout, LayerKV, Precision
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector
+from kvstore.table import GONE
 from workers.attention.backend import AttentionRule
 from workers.attention.reference import ReferenceAttention
 from workers.batch import Batch, Span
@@ -25,6 +26,16 @@ Step = Sequence[tuple[int, int]]
 """(sequence, tokens) of each row."""
 
 
+class Still:
+    """Turns by nothing."""
+
+    def __init__(self, dim: int) -> None:
+        self._pairs = dim // 2
+
+    def at(self, positions: Tensor) -> Tensor:
+        return torch.ones(len(positions), 1, self._pairs, dtype=torch.complex64)
+
+
 class Attended:
     """The heads of a sequence at a position are always the same. `tables` are the sequences' blocks."""
 
@@ -36,25 +47,30 @@ class Attended:
         dim: int,
         *,
         block_size: int = 16,
-        precision: Precision = Precision.BF16,
+        precision: Precision | tuple[Precision, Precision] = Precision.BF16,
         lengths: Sequence[int] = (700,),
         seed: int = 0,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """`library` None: the reference, in fp32. Unused slots hold NaN for the native backend."""
+        """`library` None: the reference, in fp32. `precision` of keys and values, or of either. Unused slots hold NaN
+        for the native backend, and blocks before the window are gone."""
+        kept = precision if isinstance(precision, tuple) else (precision, precision)
         needed = sum(-(-length // block_size) for length in lengths)
-        self.pool = KVPool(KVLayout(block_size, (LayerKV.pair(heads, dim, precision),)), needed + 1, CPU)
+        layer = LayerKV.pair(heads, dim, *kept, window=window)
+        self.pool = KVPool(KVLayout(block_size, (layer,)), needed + 1, CPU)
         order = list(range(needed + 1))
         random.Random(seed).shuffle(order)
-        rule = AttentionRule(dim**-0.5, softcap, window)
+        rule = AttentionRule(dim**-0.5, softcap, window, sinks)
+        self._window = window
         self.tables = []
         for length in lengths:
             count = -(-length // block_size)
             self.tables.append(tuple(order[:count]))
             order = order[count:]
         self._dtype = torch.bfloat16 if library else torch.float32
-        self.turns = Rotation(Rope(theta=100.0), dim, CPU)
+        self.turns: Rotation | Still = Rotation(Rope(theta=100.0), dim, CPU)
         generator = torch.Generator().manual_seed(7)
         columns = (ratio + 2) * heads * dim
         self.heads = [torch.randn(length, columns, generator=generator).bfloat16() for length in lengths]
@@ -71,13 +87,18 @@ class Attended:
         spans, first, positions = [], 0, []
         for sequence, count in step:
             start = self._seen[sequence]
-            table = self.tables[sequence][: -(-(start + count) // self.pool.block_size)]
-            spans.append(Span(first, count, start, (table,)))
+            spans.append(Span(first, count, start, (self._table(sequence, start, count),)))
             positions.extend(range(start, start + count))
             first += count
         nothing = torch.empty(0, dtype=torch.int64)
         where = torch.tensor(positions)
         return Batch(torch.zeros_like(where), where, tuple(spans), nothing, (), self.pool.block_size)
+
+    def _table(self, sequence: int, start: int, count: int) -> tuple[int, ...]:
+        """The blocks of a row, without those that none of its tokens sees."""
+        size = self.pool.block_size
+        unseen = max(0, start + 1 - self._window) // size if self._window else 0
+        return (GONE,) * unseen + self.tables[sequence][unseen : -(-(start + count) // size)]
 
     def run(self, step: Step) -> list[Tensor]:
         """The outputs of each row, fp32."""
@@ -100,3 +121,37 @@ class Attended:
         batch = Batch(torch.zeros_like(where), where, spans, where[:0], (), self.pool.block_size)
         heads = torch.full_like(self.heads[sequence][:1], float("nan")).to(self._dtype)
         self.backend.attend(0, heads, None, self.backend.prepare(batch))
+
+
+def stored(device: Attended) -> list[Tensor]:
+    """Keys and values of the first sequence, taken out of the native kernel's tiles: what workers.attention.formats
+    would have encoded, uint8 [tokens, heads, bytes of a vector] of either."""
+    pool, kept = device.pool, device.pool.layout.layers[0]
+    pages = pool.pages[0][list(device.tables[0])].unflatten(-1, (kept.heads, pool.block_size // 16, -1))
+    sizes = [16 * vector.elements * vector.precision.bits // 8 for vector in kept.vectors]
+    scales = [16 * vector.precision.scale_bytes for vector in kept.vectors]
+    parts = pages.split([*sizes, *scales], -1)
+    found = []
+    for vector, words, scale, is_key in zip(kept.vectors, parts[:2], parts[2:], (True, False), strict=True):
+        scale = scale.reshape(*scale.shape[:-1], 16, vector.precision.scale_bytes)
+        content = torch.cat((_bytes_of(words, vector, is_key), scale), -1)  # [blocks, heads, tiles, 16, bytes]
+        found.append(content.permute(0, 2, 3, 1, 4).flatten(0, 2)[: len(device.heads[0])])
+    return found
+
+
+def _bytes_of(words: Tensor, vector: Vector, is_key: bool) -> Tensor:
+    """Tiles of words, uint8 [..., bytes], as the bytes of 16 slots, [..., 16, bytes of the elements]."""
+    bits, dim = vector.precision.bits, vector.elements
+    group = 32 // bits
+    whole = words.contiguous().view(torch.int32)
+    order = [index // 2 + index % 2 * (group // 2) for index in range(group)]
+    elements = torch.stack([whole >> place * bits & (1 << bits) - 1 for place in order], -1)
+    if is_key:  # [dim / group][16][group]
+        elements = elements.unflatten(-2, (dim // group, 16)).transpose(-3, -2).flatten(-2)
+    else:  # [16 / group][dim][group]
+        elements = elements.unflatten(-2, (16 // group, dim)).transpose(-2, -1).flatten(-3, -2)
+    if bits == 16:
+        return elements.to(torch.int16).view(torch.uint8)
+    if bits == 4:
+        elements = elements[..., 0::2] | elements[..., 1::2] << 4
+    return elements.to(torch.uint8)

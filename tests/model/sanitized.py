@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from kvstore.layout import Precision
+from kvstore.layout import KVLayout, LayerKV, Precision
 from workers.kernels import Activation, Kernels
 from workers.native import library as loading
 from workers.native.library import Library, load_library
+from workers.native.pairs import PAIRS, parts_of
 from workers.native.processor import Processor
 from workers.plan import Draw
 from workers.sampler import sample
@@ -54,7 +55,8 @@ def _of_gcc(name: str) -> str:
 
 def pretend_debug(variant: str) -> Library:
     """From now on every `load_library` of this process gives the debug build of `variant`."""
-    library = load_library(variant=variant, debug=True)
+    pairs = [KVLayout(16, (LayerKV.pair(1, 16, *pair),)) for pair in PAIRS]
+    library = load_library(variant=variant, debug=True, parts=[part for pair in pairs for part in parts_of(pair)])
     loading.load_library = lambda *_, **__: library  # type: ignore[assignment]
     return library
 
@@ -135,6 +137,36 @@ def sampling(kernels: Kernels) -> None:
         assert kernels.sampler()(logits, draws) == sample(logits, draws)
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+STEPS = ([(0, 20), (1, 1), (2, 65)], [(0, 1), (1, 1), (2, 1)], [(2, 17), (0, 1), (1, 15)])
+RULES: tuple[dict[str, Any], ...] = ({}, {"window": 21}, {"softcap": 3.0, "window": 40})
+
+
+def attention(library: Library) -> Iterator[str]:
+    """Every pair of formats: single tokens and chunks, windows whose blocks are gone, caps and sinks, in one thread and
+    in several, over a context that is cut into partitions."""
+    from tests.model.attended import Attended
+
+    for pair in PAIRS:
+        shapes = ((3, 2, 80, 16), (1, 5, 16, 48))
+        for (heads, ratio, dim, block_size), rule in product(shapes, RULES):
+            sinks = torch.randn(heads * ratio) if rule else None
+            options: dict[str, Any] = {"block_size": block_size, "precision": pair, "lengths": (41, 20, 90)}
+            device = Attended(library, heads, ratio, dim, sinks=sinks, **options, **rule)
+            expected = None if rule else Attended(None, heads, ratio, dim, **options)
+            for step in STEPS:
+                got = torch.cat(device.run(step))
+                assert got.isfinite().all()
+                if expected:
+                    near(got, torch.cat(expected.run(step)), 0.05)
+        threads, library.threads = library.threads, 3
+        long = Attended(library, 1, 3, 32, precision=pair, lengths=(1100,))
+        assert torch.cat([long.walk(0, [1090]), long.walk(0, [1, 9])]).isfinite().all()
+        library.threads = threads
+        yield "-".join(precision.label for precision in pair)
+
+
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +214,9 @@ def main(variant: str, wanted: list[str]) -> None:
     if not wanted or "sampling" in wanted:
         sampling(NativeKernels(library))
         print("clean: sampling", flush=True)
+    if not wanted or "attention" in wanted:
+        for name in attention(library):
+            print("clean: attention", name, flush=True)
     if not wanted or "models" in wanted:
         for name in models(variant):
             print("clean:", name, flush=True)

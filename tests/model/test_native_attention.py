@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
-from torch import Tensor
 
-from kvstore.layout import KVLayout, LayerKV, Precision
+from kvstore.layout import KVLayout, Precision
+from kvstore.table import GONE
 from tests.model.attended import CPU, Attended, Step
+from tests.model.builds import ALIKE, CLOSE, VARIANTS, Pair, label, one_thread
 from workers.attention.backend import AttentionRule
-from workers.batch import Batch, Span
+from workers.batch import Span
 from workers.kvpool import KVPool
-from workers.models.rope import Rope
-from workers.models.spec import Unsupported
 from workers.native.attention import NativeAttention
 from workers.native.calls import Calls
 from workers.native.library import Library, load_library
-from workers.native.processor import Processor
 from workers.native.workspace import Workspace
-from workers.rotation import Rotation, rotate
 
 pytestmark = pytest.mark.model
-
-VARIANTS = [variant.name for variant in Processor.read().variants]
-CLOSE = 0.02
-"""Of weighted means of normal values: their own rounding to bf16 is up to 0.008."""
-CACHED = (Precision.BF16, Precision.FP16, Precision.INT8)
-
-
-def one_thread(library: Library) -> Iterator[Library]:
-    """Where tests run side by side, two threads that wait for each other take their time."""
-    before = library.threads
-    library.threads = 1
-    yield library
-    library.threads = before
 
 
 @pytest.fixture(params=VARIANTS)
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     yield from one_thread(load_library(variant=request.param))
-
-
-@pytest.fixture
-def fastest() -> Iterator[Library]:
-    yield from one_thread(load_library())
 
 
 def agree(steps: Sequence[Step], library: Library, *shape: int, **options: object) -> None:
@@ -67,21 +49,19 @@ MIXED: tuple[Step, ...] = (
 LENGTHS = (60, 20, 90)
 
 
-@pytest.mark.parametrize("precision", CACHED, ids=lambda precision: precision.label)
 @pytest.mark.parametrize(
     ("heads", "ratio", "dim", "block_size"), [(3, 3, 64, 16), (2, 1, 16, 48), (1, 8, 128, 32), (2, 5, 80, 16)]
 )
-def test_mixed_steps_agree(
-    library: Library, heads: int, ratio: int, dim: int, block_size: int, precision: Precision
-) -> None:
-    agree(MIXED, library, heads, ratio, dim, block_size=block_size, precision=precision, lengths=LENGTHS)
+def test_mixed_steps_agree(build: tuple[Library, Pair], heads: int, ratio: int, dim: int, block_size: int) -> None:
+    library, pair = build
+    agree(MIXED, library, heads, ratio, dim, block_size=block_size, precision=pair, lengths=LENGTHS)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 7])
 def test_every_head_dim_agrees(fastest: Library, ratio: int) -> None:
     for dim in range(16, 257, 16):
-        precision = CACHED[dim // 16 % 3]
-        agree([[(0, 35)], [(0, 1)]], fastest, 1, ratio, dim, precision=precision, lengths=(36,))
+        pair = ALIKE[(dim // 16 + ratio) % len(ALIKE)]
+        agree([[(0, 35)], [(0, 1)]], fastest, 1, ratio, dim, precision=pair, lengths=(36,))
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 49])
@@ -89,24 +69,70 @@ def test_every_ratio_agrees(library: Library, ratio: int) -> None:
     agree([[(0, 33), (1, 5)], [(0, 1), (1, 1)]], library, 1, ratio, 32, lengths=(34, 6))
 
 
-@pytest.mark.parametrize("precision", CACHED, ids=lambda precision: precision.label)
-def test_contexts_of_several_partitions_agree(library: Library, precision: Precision) -> None:
+def test_contexts_of_several_partitions_agree(build: tuple[Library, Pair]) -> None:
+    library, pair = build
     steps: list[Step] = [[(0, 1000), (1, 530)], [(0, 1), (1, 500)], [(0, 100), (1, 1)]]
-    agree(steps, library, 1, 3, 32, precision=precision, lengths=(1101, 1031))
+    agree(steps, library, 1, 3, 32, precision=pair, lengths=(1101, 1031))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP8_E4M3, Precision.FP8_E5M2], ids=lambda kind: kind.label)
+def test_every_number_of_fp8_is_read(library: Library, precision: Precision) -> None:
+    """A token that sees itself alone gets its own value: all of the format's, the subnormal ones included."""
+    dtype, most = {
+        Precision.FP8_E4M3: (torch.float8_e4m3fn, 448.0),
+        Precision.FP8_E5M2: (torch.float8_e5m2, 57_344.0),
+    }[precision]
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = torch.where(numbers.isfinite(), numbers, most)
+    device = Attended(library, 1, 1, 256, precision=precision, lengths=(1,))
+    device.heads[0][0, 512:] = numbers.bfloat16()
+    assert torch.allclose(device.run([(0, 1)])[0][0], numbers, rtol=2**-7, atol=0.0)
+
+
+def test_layers_of_several_formats_windows_and_rules_are_each_what_they_are_alone(fastest: Library) -> None:
+    """One backend over groups of layers with tables of their own, whose pages lie apart."""
+    int8, int4 = Precision.INT8, Precision.INT4
+    kinds: list[dict[str, object]] = [
+        {"precision": (int8, int4)},
+        {"precision": (int4, int4), "window": 21},
+        {"precision": (int8, int8), "softcap": 2.0},
+        {"precision": (int8, int8), "window": 21, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    ]
+    alone = [Attended(fastest, 2, 2, 32, lengths=(90, 40), **kind) for kind in kinds]
+    layers = tuple(device.pool.layout.layers[0] for device in alone)
+    groups = len(KVLayout(16, layers).groups)
+    pool = KVPool(KVLayout(16, layers), 9 * groups, CPU)
+    assert set(pool.windows) == {None, 21}
+    blocks = iter(random.Random(1).sample(range(9 * groups), 9 * groups))
+    tables = [[tuple(islice(blocks, count)) for count in (6, 3)] for _ in range(groups)]
+    rules = [AttentionRule(32**-0.5, kind.get("softcap"), kind.get("window"), kind.get("sinks")) for kind in kinds]
+    together = NativeAttention(Calls(fastest, Workspace()), pool, rules)
+    for step in ([(0, 33), (1, 5)], [(1, 1), (0, 50)], [(0, 1), (1, 20)]):
+        batch = alone[0].batch(step)
+        spans, parts = [], []
+        for span, (sequence, _) in zip(batch.spans, step, strict=True):
+            gone = [max(0, span.start + 1 - window) // 16 if window else 0 for window in pool.windows]
+            stop = -(-span.length // 16)
+            places = tuple((GONE,) * n + table[sequence][n:stop] for n, table in zip(gone, tables, strict=True))
+            spans.append(Span(span.first, span.count, span.start, places))
+            parts.append(alone[0].heads[sequence][span.start : span.length])
+        batch = replace(batch, spans=tuple(spans))
+        prepared, turns = together.prepare(batch), alone[0].turns.at(batch.positions)
+        got = [together.attend(layer, torch.cat(parts), turns, prepared).float() for layer in range(len(kinds))]
+        for out, device in zip(got, alone, strict=True):
+            assert torch.equal(out, torch.cat(device.run(step)))
 
 
 # -- the same bits in any company --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("heads", "ratio", "dim", "precision"),
-    [(3, 3, 64, Precision.BF16), (1, 7, 48, Precision.INT8), (2, 1, 112, Precision.FP16)],
-)
+@pytest.mark.parametrize(("heads", "ratio", "dim"), [(3, 3, 64), (1, 7, 48)])
 def test_chunks_neighbours_and_blocks_change_no_bit(
-    library: Library, heads: int, ratio: int, dim: int, precision: Precision
+    build: tuple[Library, Pair], heads: int, ratio: int, dim: int
 ) -> None:
+    library, pair = build
     lengths = (150, 33, 1, 97)
-    shape, options = (library, heads, ratio, dim), {"precision": precision, "lengths": lengths}
+    shape, options = (library, heads, ratio, dim), {"precision": pair, "lengths": lengths}
     whole = Attended(*shape, **options).walk(0, [150])
     for chunks in ([1] * 150, [16] * 9 + [6], [7] * 21 + [3], [63, 1, 86], [129, 21]):
         assert torch.equal(Attended(*shape, seed=1, **options).walk(0, chunks), whole)
@@ -116,13 +142,13 @@ def test_chunks_neighbours_and_blocks_change_no_bit(
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8], ids=lambda precision: precision.label)
-def test_neither_threads_nor_the_cut_into_partitions_change_a_bit(library: Library, precision: Precision) -> None:
-    lengths, dim = (1100, *[300] * 24), 32
+@pytest.mark.parametrize("pair", [*ALIKE, (Precision.INT8, Precision.INT4)], ids=label)
+def test_neither_threads_nor_the_cut_into_partitions_change_a_bit(fastest: Library, pair: Pair) -> None:
+    library, lengths, dim = fastest, (1100, *[300] * 24), 32
     outputs = []
     for threads, crowd in ((1, True), (2, False), (1, False), (3, True)):
         library.threads = threads
-        device = Attended(library, 1, 3, dim, precision=precision, lengths=lengths)
+        device = Attended(library, 1, 3, dim, precision=pair, lengths=lengths)
         # Values whose partitions' sums are large and nearly cancel: adding them in another order would show.
         device.heads[0][:, : 3 * dim] *= 0.02
         device.heads[0][:512, 4 * dim :] += 1024
@@ -154,150 +180,5 @@ def test_a_row_that_is_most_of_a_step_is_cut_and_others_are_not(fastest: Library
     device = Attended(fastest, 1, 3, 32, lengths=(1600, 20))
     device.run([(0, 1599)])
     device.run([(0, 1), (1, 19)])
-    work = device.backend._cut_of[0].work
+    work = next(iter(device.backend._units.values())).work
     assert (work.merge_count, work.unit_count) == (1, 4 + 2)
-
-
-# -- window and soft cap -----------------------------------------------------------------------------------------------
-
-
-def plainly(device: Attended, heads: int, ratio: int, dim: int, window: int | None, cap: float | None) -> Tensor:
-    """What the first sequence's tokens should get, in fp64."""
-    both = device.heads[0].double().unflatten(-1, (-1, dim))
-    turned = both[:, : (ratio + 1) * heads].float().contiguous()
-    rotate(turned, Rotation(Rope(theta=100.0), dim, CPU).at(torch.arange(len(both))))
-    query, key = turned.bfloat16().double().split([ratio * heads, heads], 1)
-    value = both[:, (ratio + 1) * heads :]
-    key, value = (part.repeat_interleave(ratio, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * dim**-0.5
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    places = torch.arange(len(both))
-    behind = places[:, None] - places
-    hidden = (behind < 0) | (behind >= (window or len(both)))
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1).float()
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8], ids=lambda precision: precision.label)
-@pytest.mark.parametrize(("window", "cap"), [(1, None), (17, None), (64, 2.0), (100, None), (600, None), (None, 3.0)])
-def test_window_and_soft_cap(library: Library, window: int | None, cap: float | None, precision: Precision) -> None:
-    length, shape = 640 if window == 600 else 180, (2, 3, 32)
-    options = {"precision": precision, "lengths": (length,), "window": window, "softcap": cap}
-    device = Attended(library, *shape, **options)
-    whole = device.walk(0, [length])
-    assert (whole - plainly(device, *shape, window, cap)).abs().max() < (CLOSE if precision is Precision.BF16 else 0.04)
-    tail = Attended(library, *shape, seed=3, **options)
-    assert torch.equal(tail.walk(0, [length - 39, 1, 7, 31]), whole)
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8], ids=lambda precision: precision.label)
-def test_what_lies_before_the_window_is_never_read(library: Library, precision: Precision) -> None:
-    window, outputs = 36, []
-    for poisoned in (False, True):
-        device = Attended(library, 2, 3, 32, precision=precision, lengths=(200,), window=window)
-        device.run([(0, 180)])
-        first = 180 - window + 1  # what the next token sees first: an odd slot
-        if poisoned:
-            for block in device.tables[0][: first // 16]:
-                device.pool.pages[0][block].fill_(255)
-            for position in range(first // 16 * 16, first):
-                device.store_nan(0, position)
-        outputs.append(torch.cat([*device.run([(0, 1)]), *device.run([(0, 19)])]))
-    assert outputs[0].isfinite().all()
-    assert torch.equal(outputs[0], outputs[1])
-
-
-# -- extreme values ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", CACHED, ids=lambda precision: precision.label)
-def test_one_key_that_outweighs_all_others(library: Library, precision: Precision) -> None:
-    """Scores of several hundred, rising step by step: the weights' reference point moves again and again."""
-    device = Attended(library, 1, 1, 16, precision=precision, lengths=(300,))
-    rise = torch.linspace(0, 40, 300)[:, None]
-    device.heads[0][:, :16] = 10.0
-    device.heads[0][:, 16:32] = rise.expand(-1, 16)
-    device.turns = _Still()
-    got = device.walk(0, [300])
-    value = device.heads[0][:, 32:].float()
-    expected = torch.stack([_last_weighted(rise[: i + 1, 0], value[: i + 1]) for i in range(300)])
-    assert (got - expected).abs().max() < (0.1 if precision is Precision.INT8 else 0.05)
-
-
-class _Still:
-    """Turns by nothing."""
-
-    def at(self, positions: Tensor) -> Tensor:
-        return torch.ones(len(positions), 1, 8, dtype=torch.complex64)
-
-
-def _last_weighted(rise: Tensor, value: Tensor) -> Tensor:
-    scores = rise.bfloat16().double() * 10.0 * 16 * 16**-0.5
-    return (scores.softmax(0)[:, None] * value.double()).sum(0).float()
-
-
-def test_a_nan_in_one_row_stays_in_it(library: Library) -> None:
-    device, clean = (Attended(library, 1, 3, 32, lengths=(40, 40)) for _ in range(2))
-    device.heads[0][5] = float("nan")
-    got, expected = device.run([(0, 40), (1, 40)]), clean.run([(0, 40), (1, 40)])
-    assert got[0][6:].isnan().all()
-    assert torch.equal(got[1], expected[1])
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def backend(library: Library, block_size: int = 16, dim: int = 32, precision: Precision = Precision.BF16) -> object:
-    pool = KVPool(KVLayout(block_size, (LayerKV.pair(1, dim, precision),)), 4, CPU)
-    return NativeAttention(Calls(library, Workspace()), pool, (AttentionRule(dim**-0.5),))
-
-
-def test_pools_that_it_cannot_read_are_refused(fastest: Library) -> None:
-    for options in ({"block_size": 8}, {"dim": 24}, {"dim": 272}, {"precision": Precision.FP32}):
-        with pytest.raises(Unsupported):
-            backend(fastest, **options)
-
-
-def spans(*rows: tuple[int, int, int, tuple[int, ...]]) -> Batch:
-    tokens = torch.zeros(sum(count for _, count, _, _ in rows), dtype=torch.int64)
-    placed = tuple(Span(first, count, start, (table,)) for first, count, start, table in rows)
-    return Batch(tokens, tokens, placed, tokens[:0], (), 16)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(0, 1, 16, (2,))],
-        [(0, 17, 0, (2,))],
-        [(0, 1, 0, (4,))],
-        [(0, 1, 0, (-1,))],
-        [(0, 1, 0, (1,)), (2, 1, 0, (2,))],
-        [(0, 1, -1, (1,))],
-    ],
-)
-def test_rows_that_do_not_fit_the_pool_never_reach_it(
-    fastest: Library, rows: list[tuple[int, int, int, tuple[int, ...]]]
-) -> None:
-    native = backend(fastest)
-    batch = spans(*rows)
-    heads = torch.randn(len(batch.tokens), 5 * 32).bfloat16()
-    with pytest.raises(ValueError, match="blocks"):
-        native.attend(0, heads, None, native.prepare(batch))
-    with pytest.raises(ValueError):  # once more, now that it knows the number of heads
-        native.attend(0, heads, None, native.prepare(batch))
-
-
-def test_tensors_that_do_not_fit_the_step_are_refused(fastest: Library) -> None:
-    native = backend(fastest)
-    step = native.prepare(spans((0, 2, 0, (1,))))
-    good, turns = torch.randn(2, 5 * 32).bfloat16(), torch.ones(2, 1, 16, dtype=torch.complex64)
-    native.attend(0, good, turns, step)
-    for heads in (good.float(), good[:1], good.repeat(1, 2)[:, ::2], good[:, :64], good[:, :-16]):
-        with pytest.raises(ValueError, match="heads"):
-            native.attend(0, heads, turns, step)
-    for other in (turns[:1], torch.ones(2, 1, 16), turns.expand(2, 16, 16)[:, :1].transpose(0, 2)):
-        with pytest.raises(ValueError, match="turns"):
-            native.attend(0, good, other, step)
-    with pytest.raises(ValueError, match="prepare"):
-        native.attend(0, good, turns, None)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.native.build import SOURCES, CacheUnusable, Compiler, NativeUnavailable, built, is_whole
-from workers.native.library import Library, load_library
+from workers.native.build import SOURCES, CacheUnusable, Compiler, NativeUnavailable, Part, built, is_whole
+from workers.native.library import Library, load_library, load_object
 from workers.native.processor import Processor, variant_named
 
 pytestmark = pytest.mark.model
@@ -124,7 +124,7 @@ def test_a_damaged_library_is_built_anew(sources: Path, cache: Path, calls: Call
     }
     path.write_bytes(damaged[damage])
     assert built(cache, PLAIN, sources=sources) == path and calls() == 2
-    assert Library(path, "plain").threads >= 1
+    assert Library(load_object(path), "plain").threads >= 1
 
 
 def test_ranks_that_start_at_once_compile_once(sources: Path, cache: Path, calls: Callable[[], int]) -> None:
@@ -164,6 +164,23 @@ def test_builds_that_nobody_loads_any_more_go(sources: Path, cache: Path) -> Non
         os.utime(path, (0, 0))
     built(cache, PLAIN, sources=sources)
     assert second.exists() and not old.exists() and not left.exists()
+
+
+def test_a_part_is_compiled_apart_and_once(sources: Path, cache: Path, calls: Callable[[], int]) -> None:
+    """Source files of parts are none of the library's own; what is defined makes two parts of one file."""
+    (sources / "attention_pair.cpp").write_text('extern "C" int tg_part() { return TG_VALUE; }\n')
+    parts = [Part(name, "attention_pair.cpp", (f"TG_VALUE={value}",)) for name, value in (("one", 1), ("two", 2))]
+    library = load_library(cache, variant="plain", sources=sources, parts=parts[:1])
+    assert calls() == 2
+    assert [library.part(part).tg_part() for part in (*parts, *parts)] == [1, 2, 1, 2]
+    assert calls() == 3
+    assert library.threads >= 1
+    with pytest.raises(AttributeError):
+        library.function("tg_part")
+    with pytest.raises(NativeUnavailable, match=r"failed on attention_pair\.cpp"):
+        library.part(Part("wrong", "attention_pair.cpp", ("TG_VALUE=?",)))
+    with pytest.raises(NativeUnavailable, match="no parts"):
+        Library(load_object(built(cache, PLAIN, sources=sources)), "plain").part(parts[0])
 
 
 def test_a_wheel_carries_every_source() -> None:

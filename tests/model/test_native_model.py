@@ -37,6 +37,9 @@ DYNAMIC = {
         ("gemma3", "int8", "int8"),
         ("qwen3_moe", "bf16", "auto"),
         ("qwen3_moe", "int8", "int8"),
+        ("qwen3", "fp8_e4m3", "auto"),
+        ("qwen2", {"k": "int8", "v": "int4"}, "auto"),
+        ("smollm2", {"default": "int4", "layers": {0: "fp8_e5m2"}}, "auto"),
     ],
     ids=[
         "smollm2-bf16",
@@ -49,6 +52,9 @@ DYNAMIC = {
         "gemma3-int8-int8",
         "experts-bf16",
         "experts-int8-int8",
+        "qwen3-fp8",
+        "qwen2-int8-int4",
+        "smollm2-int4",
     ],
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:

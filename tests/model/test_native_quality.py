@@ -40,13 +40,14 @@ def exact(smollm2: Path, tokens: list[int]) -> Tensor:
     return distributions(smollm2, tokens, TorchKernels("torch-fp32", torch.float32, False), Precision.FP32)
 
 
-def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: Precision) -> Tensor:
+def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: Precision | PrecisionMap) -> Tensor:
     """Log-probabilities [len(tokens), vocab] of what follows each token, all in one chunk."""
     spec, device = ModelSpec.read(folder), torch.device("cpu")
     blocks = -(-len(tokens) // BLOCK)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         model = Decoder(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)
-        pool = KVPool(spec.layout(BLOCK, PrecisionMap.uniform(precision), 1)[0], blocks, device)
+        kept = precision if isinstance(precision, PrecisionMap) else PrecisionMap.uniform(precision)
+        pool = KVPool(spec.layout(BLOCK, kept, 1)[0], blocks, device)
         attention = kernels.attention(pool, model.rules)
         row = Row(tuple(tokens), 0, (tuple(range(blocks)),), None)
         hidden = model.forward(build_batch(StepPlan(0, (row,)), BLOCK, device), attention)
@@ -73,3 +74,14 @@ def test_int8_weights_stay_close_to_fp32(smollm2: Path, tokens: list[int], exact
     found = distributions(smollm2, tokens, NativeKernels(load_library(), "int8"), precision)
     assert divergence(exact, found) < 0.012
     assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.93
+
+
+@pytest.mark.parametrize("written", ["fp8_e4m3", {"k": "int8", "v": "int4"}], ids=str)
+def test_a_coarse_cache_costs_what_its_format_costs(
+    smollm2: Path, tokens: list[int], exact: Tensor, written: object
+) -> None:
+    """Read in bf16 and integers by a model in bf16, it is about as close to fp32 as all in fp32."""
+    kept = PrecisionMap.parse(written)
+    ours = divergence(exact, distributions(smollm2, tokens, NativeKernels(load_library()), kept))
+    plain = divergence(exact, distributions(smollm2, tokens, TorchKernels("torch-fp32", torch.float32, False), kept))
+    assert ours < 1.5 * plain + 0.001

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.model
 
 ROOT = Path(__file__).resolve().parents[2]
 BEST, *OTHERS = (variant.name for variant in Processor.read().variants)
+TESTS = ("native_linear", "native_attention", "native_rules", "native_refusals", "native_sampler", "shared_reduce")
 
 PLANTED = """
 extern "C" int tg_read(const float* x, int at, float* out) { *out = x[at]; return 0; }
@@ -74,7 +75,9 @@ def test_the_kernels_are_clean(variant: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["native_linear", "native_attention", "native_sampler", "shared_reduce"])
+@pytest.mark.parametrize(
+    "name", ["native_linear", "native_attention", "native_rules", "native_refusals", "native_sampler", "shared_reduce"]
+)
 def test_the_kernels_own_tests_are_clean(name: str) -> None:
     """Those of one build. int8 products are compared to the bit, which takes the release build's fused sums."""
     wanted = f"({BEST} or not ({' or '.join(OTHERS) or 'nothing'}))"

@@ -14,8 +14,8 @@ import torch
 from kvstore.layout import KVLayout, LayerKV, Precision
 from tests.model.tiny import FAMILIES, save_model
 from workers.models.spec import Unsupported
-from workers.native.attention import layout_fault
 from workers.native.library import NativeUnavailable
+from workers.native.pairs import PAIRS, layout_fault
 from workers.native.processor import Processor
 from workers.rank import Rank, RankFacts
 from workers.selection import Choice, Wish, choose_kernels
@@ -27,8 +27,10 @@ CPU = torch.device("cpu")
 SLOW = Processor("Slow CPU", frozenset())
 
 
-def layout(precision: Precision = Precision.BF16, block_size: int = 16, head_dim: int = 64) -> KVLayout:
-    return KVLayout(block_size, (LayerKV.pair(2, head_dim, precision),) * 2)
+def layout(
+    precision: Precision = Precision.BF16, block_size: int = 16, head_dim: int = 64, value: Precision | None = None
+) -> KVLayout:
+    return KVLayout(block_size, (LayerKV.pair(2, head_dim, precision, value),) * 2)
 
 
 def choose(dtype: str = "bf16", device: torch.device = CPU, shape: KVLayout | None = None, **wish: Any) -> Choice:
@@ -91,7 +93,9 @@ def test_kernels_that_cannot_be_had_are_replaced_with_a_reason() -> None:
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        (layout(Precision.FP32), "kv_precision fp32 is none of bf16, fp16, int8"),
+        (layout(Precision.FP32), "kv_precision fp32 is none of bf16, fp16, int8, fp8_e4m3, fp8_e5m2, int4"),
+        (layout(Precision.INT4, value=Precision.INT8), "no kernels for keys in int4 with values in int8"),
+        (KVLayout(16, (LayerKV.latent(64, 16, Precision.BF16),)), "MLA's latents are read by torch alone"),
         (layout(block_size=4), "block_size 4 is no multiple of 16"),
         (layout(head_dim=24), "heads of 24"),
         (layout(head_dim=272), "heads of 272"),
@@ -105,10 +109,11 @@ def test_pages_that_the_native_attention_cannot_read(shape: KVLayout, says: str)
         choose(shape=shape, kernels="native")
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.INT8])
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
-def test_pages_that_it_can(precision: Precision, head_dim: int) -> None:
-    assert layout_fault(layout(precision, 48, head_dim)) == ""
+def test_pages_that_it_can(pair: tuple[Precision, Precision], head_dim: int) -> None:
+    key, value = pair
+    assert layout_fault(layout(key, 48, head_dim, value)) == ""
 
 
 @pytest.mark.parametrize("name", ["torch-fp32", "torch-bf16", "torch-fp16", "onednn-fp32"])

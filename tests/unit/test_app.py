@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,14 @@ def demand(groups: int, cpus: float, model: str = "m") -> Demand:
 def test_room_is_counted_over_all_models(demands: list[Demand], nodes: dict[str, dict[str, float]], lacks: str) -> None:
     found = lack(demands, nodes)
     assert found is None if lacks is None else found is not None and found.startswith(lacks)
+
+
+def test_kernels_for_the_formats_of_the_cache_are_compiled_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    monkeypatch.setattr(app, "built", lambda _, __, part: asked.put(part and part.name))
+    kept = {"default": {"k": "int8", "v": "int4"}, "layers": {"0-1": "auto", "-1": {"k": "int4", "v": "bf16"}}}
+    app._compile_ahead(ClusterConfig.model_validate({"kv_precision": kept}))
+    assert {asked.get(timeout=5) for _ in range(3)} == {None, "int8-int4", "bf16-bf16"}, "there are none for the last"
 
 
 @pytest.mark.parametrize(("keys", "asked"), [({}, 1), ({"kernels": "torch"}, 0), ({"device": "cuda"}, 0)])

@@ -52,6 +52,7 @@ SHELLS = {
     "workers.native.norm",
     "workers.native.packing",
     "workers.native.sampling",
+    "workers.native.units",
     "workers.native.workspace",
     "workers.parallel",
     "workers.rank",

@@ -10,7 +10,7 @@ constexpr int PARTITION_KEYS = 512;  // keys whose sums are kept apart and then 
 constexpr int UNIT_QUERIES = 48;     // query vectors that share a pass over the keys of a head
 
 // One sequence's tokens in this step: `count` from index `first` on, at positions start, start + 1, ...; its blocks
-// are the step's tables from `table` on.
+// are the step's tables from `table` on, -1 in place of those that none of its tokens sees any more.
 struct Row {
     std::int32_t first, count, start, table;
 };
@@ -34,8 +34,6 @@ struct tg_attention {
     // The pool and the model.
     std::int32_t q_heads, kv_heads, head_dim, block_size, blocks;
     std::int32_t window;  // positions that a token sees, its own included; 0: all
-    float scale;          // of the product of query and key
-    float soft_cap;       // scores s become soft_cap * tanh(s / soft_cap); 0: as they are
     // The step.
     std::int32_t tokens, row_count, table_count;
     const tg::Row* rows;

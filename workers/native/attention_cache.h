@@ -1,24 +1,12 @@
 // Cache: a token's way into the pool, and its query's into a Dot's format: queries and keys are rotated, keys and
-// values stored. It knows one token and one head at a time.
+// values stored in their tiles.
 #pragma once
 
 #include "attention_dot.h"
+#include "attention_encode.h"
+#include "attention_layer.h"
 
 namespace tg {
-
-constexpr int MOST_DIM = 256;
-
-// fp16 to nearest even; what is too large becomes infinite, NaN stays NaN.
-inline std::uint16_t to_fp16(float value) {
-    const std::uint32_t bits = load<std::uint32_t>(&value), sign = (bits >> 16) & 0x8000, body = bits & 0x7fffffff;
-    // Adding 0.5 leaves a subnormal number's bits, rounded, at the low end.
-    const float shifted = load<float>(&body) + 0.5f;
-    std::uint32_t half = (body - (112u << 23) + 0xfff + ((body >> 13) & 1)) >> 13;
-    if (body < (113u << 23)) half = load<std::uint32_t>(&shifted) - 0x3f000000;
-    if (body >= 0x477ff000) half = 0x7c00;
-    if (body > 0x7f800000) half = 0x7e00;
-    return static_cast<std::uint16_t>(sign | half);
-}
 
 // to[0, dim) = from, pairs of neighbours turned by `turns`, [dim / 2] of cosine and sine (null: as they are).
 inline void rotate(const std::uint16_t* from, const float* turns, int dim, float* to) {
@@ -39,37 +27,73 @@ inline void turn_query(std::uint16_t* query, const float* turns, int dim) {
     for (int d = 0; d < dim; ++d) query[d] = to_bf16(x[d]);
 }
 
-inline float largest_magnitude(const float* x, int dim) {
-    float most = 0.0f;
-    for (int d = 0; d < dim; ++d) most = __builtin_fabsf(x[d]) > most ? __builtin_fabsf(x[d]) : most;
-    return most;
+// Store `element` at place `place` of the group that lies at `word`. Two slots share a byte of 4-bit elements, so that
+// one thread writes all of a group's.
+template <Format format, class Element>
+inline void store_element(char* word, int place, Element element) {
+    if constexpr (format == INT4) {
+        char& both = word[place / 2];
+        const int shift = place % 2 * 4;
+        both = static_cast<char>((both & ~(15 << shift)) | element << shift);
+    } else {
+        store(word + place * static_cast<int>(sizeof element), element);
+    }
 }
 
-// Store x as one vector of a tile, at(d) being its elements' places; `scale` is where its scale goes.
-template <class At>
-inline void store_vector(const float* x, int dim, std::int32_t format, char* to, char* scale, At at) {
-    if (format == INT8) {
-        const float most = largest_magnitude(x, dim), unit = most / 127.0f;
-        const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-        store(scale, unit);
-        for (int d = 0; d < dim; ++d) to[at(d)] = static_cast<char>(__builtin_nearbyintf(x[d] * inverse));
-        return;
+// Store x as one vector of a tile; put(d, element) takes an element to its place. `scale` is where the scale goes.
+template <Format format, class Put>
+inline void store_vector(const float* x, int dim, char* scale, const Put& put) {
+    if constexpr (is_scaled(format)) {
+        std::uint8_t elements[MOST_DIM];
+        store(scale, encode<format>(x, dim, elements));
+        for (int d = 0; d < dim; ++d) put(d, elements[d]);
+    } else {
+        std::uint16_t halves[MOST_DIM];
+        for (int d = 0; d < dim; ++d) halves[d] = format == BF16 ? to_bf16(x[d]) : to_fp16(x[d]);
+        for (int d = 0; d < dim; ++d) put(d, halves[d]);
     }
-    std::uint16_t halves[MOST_DIM];
-    for (int d = 0; d < dim; ++d) halves[d] = format == BF16 ? to_bf16(x[d]) : to_fp16(x[d]);
-    for (int d = 0; d < dim; ++d) store(to + 2 * at(d), halves[d]);
 }
 
 // Rotate a token's key of one head, and store it with the value in slot `slot` of `tile`.
-inline void cache_token(const std::uint16_t* key, const std::uint16_t* value, const float* turns, int dim,
-                        std::int32_t format, int slot, char* tile) {
-    const TileShape shape(format, dim);
+template <Format keys, Format values>
+inline void cache_head(const std::uint16_t* key, const std::uint16_t* value, const float* turns, int dim,
+                       const TileShape& shape, int slot, char* tile) {
+    constexpr int keys_group = group_of(keys), values_group = group_of(values);
     float x[MOST_DIM];
     rotate(key, turns, dim, x);
-    store_vector(x, dim, format, tile, tile + shape.key_scale(slot), [=](int d) { return key_at(slot, d); });
+    store_vector<keys>(x, dim, tile + shape.key_scales + slot * WORD, [&](int d, auto element) {
+        store_element<keys>(tile + key_word(keys, slot, d) * WORD, place_of(keys_group, d % keys_group), element);
+    });
     rotate(value, nullptr, dim, x);
-    store_vector(x, dim, format, tile + shape.values, tile + shape.value_scale(slot),
-                 [=](int d) { return value_at(slot, d, dim); });
+    char* const words = tile + shape.values;
+    const int place = place_of(values_group, slot % values_group);
+    store_vector<values>(x, dim, tile + shape.value_scales + slot * WORD, [&](int d, auto element) {
+        store_element<values>(words + value_word(values, slot, d, dim) * WORD, place, element);
+    });
+}
+
+// Rotate and store all heads of the tokens [first, stop).
+template <Format keys, Format values>
+inline void cache_tokens(const Layer& layer, int first, int stop) {
+    const tg_attention& work = *layer.work;
+    const int dim = work.head_dim;
+    const TileShape shape(keys, values, dim);
+    for (int token = first; token < stop; ++token) {
+        std::uint16_t* const heads = layer.heads + token * layer.stride;
+        const float* const turns = layer.turns ? layer.turns + static_cast<std::int64_t>(token) * dim : nullptr;
+        if (turns)
+            for (int head = 0; head < work.q_heads; ++head) turn_query(heads + head * dim, turns, dim);
+        const Row& row = row_of(work, token);
+        const int position = row.start + token - row.first, offset = position % work.block_size;
+        const std::int64_t block = work.tables[row.table + position / work.block_size];
+        char* tile = layer.page + block * layer.page_bytes + offset / TILE_SLOTS * shape.bytes;
+        const std::uint16_t* key = heads + work.q_heads * dim;
+        for (int head = 0; head < work.kv_heads; ++head) {
+            cache_head<keys, values>(key, key + work.kv_heads * dim, turns, dim, shape, offset % TILE_SLOTS, tile);
+            key += dim;
+            tile += work.block_size / TILE_SLOTS * shape.bytes;
+        }
+    }
 }
 
 // A query as a Dot wants it, from bf16; returns by how much its products are too small.
@@ -90,6 +114,14 @@ inline float take_query(const std::uint16_t* from, typename Dot::Query* to, int 
     if constexpr (!Dot::ROUNDED && !Dot::INTEGER)
         for (int d = 0; d < dim; ++d) to[d] = from_bf16(from[d]);
     return 1.0f;
+}
+
+// The sum of a query's elements as its Dot has them.
+template <class Query>
+inline float sum_of(const Query* query, int dim) {
+    float sum = 0.0f;
+    for (int d = 0; d < dim; ++d) sum += static_cast<float>(query[d]);
+    return sum;
 }
 
 }  // namespace tg

@@ -50,7 +50,7 @@ inline Floats exp2_near_zero(Floats x) {
 }
 
 // 2^(x * factor - top) for an integer `top` below 2^22 in magnitude and results below 2^127. Exactly 0 when the
-// exponent is below -125, so for x = minus infinity.
+// exponent is below -125, so for x = minus infinity. NaN stays, if its lower 9 bits are 0: they are added to it.
 template <bool rough>
 inline Floats exp2_below(Floats x, float factor, float top) {
     const Floats shifted = splat(ROUNDING - top);

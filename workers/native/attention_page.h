@@ -1,9 +1,12 @@
 // Page: where a head's keys and values lie in one block of the KV pool. It knows bytes, not who holds a block.
 //
-// A page is [heads][block_size / 16] tiles; a tile holds 16 slots of one head: keys, then values, then for int8 the
-// 16 fp32 scales of the keys and the 16 of the values. Keys lie [head_dim / 2][16 slots][2], values [8 pairs of
-// slots] [head_dim][2]: two neighbours of the summed dimension side by side, so that one instruction multiplies pairs
-// and no sum runs across lanes. A tile begins at a multiple of 64 bytes where the page does.
+// A page is [heads][block_size / 16] tiles; a tile holds 16 slots of one head: keys, then values, then where a format
+// has scales the 16 of the keys and the 16 of the values. Keys and values lie in words of 32 bits: a word holds
+// neighbours of the summed dimension, as many as fit (a group), so that one instruction multiplies pairs of them and no
+// sum runs across lanes. Keys are words [head_dim / group][16 slots], values [16 slots / group][head_dim]. A tile
+// begins at a multiple of 64 bytes where the page does.
+//
+// A scale is a word too: an fp32 factor, for INT4 two bf16: the step in the lower half, the lowest value in the upper.
 #pragma once
 
 #include <cstddef>
@@ -12,25 +15,32 @@
 namespace tg {
 
 constexpr int TILE_SLOTS = 16;
+constexpr int WORD = 4;  // bytes
 
-enum Format : std::int32_t { BF16 = 0, FP16 = 1, INT8 = 2 };
+enum Format : std::int32_t { BF16 = 0, FP16 = 1, INT8 = 2, FP8_E4M3 = 3, FP8_E5M2 = 4, INT4 = 5 };
 
-constexpr int element_bytes(std::int32_t format) { return format == INT8 ? 1 : 2; }
+// Elements of a word.
+constexpr int group_of(Format format) { return format == INT4 ? 8 : format == BF16 || format == FP16 ? 2 : 4; }
+
+constexpr bool is_scaled(Format format) { return format != BF16 && format != FP16; }
+
+// Where in its word the element `index` of a group lies: the halves of a word hold the even and the odd ones, so that
+// the two of a pair come out of one shift.
+constexpr int place_of(int group, int index) { return index / 2 + index % 2 * (group / 2); }
 
 // Bytes of one tile, for heads of `dim` values, and where its parts begin: keys at 0.
 struct TileShape {
-    std::size_t values, scales, bytes;
+    std::size_t values, key_scales, value_scales, bytes;
 
-    TileShape(std::int32_t format, int dim)
-        : values(static_cast<std::size_t>(TILE_SLOTS) * dim * element_bytes(format)), scales(2 * values),
-          bytes(scales + (format == INT8 ? 2 * TILE_SLOTS * sizeof(float) : 0)) {}
-
-    std::size_t key_scale(int slot) const { return scales + slot * sizeof(float); }
-    std::size_t value_scale(int slot) const { return scales + (TILE_SLOTS + slot) * sizeof(float); }
+    TileShape(Format key, Format value, int dim)
+        : values(static_cast<std::size_t>(TILE_SLOTS) * dim / group_of(key) * WORD),
+          key_scales(values + static_cast<std::size_t>(TILE_SLOTS) * dim / group_of(value) * WORD),
+          value_scales(key_scales + (is_scaled(key) ? TILE_SLOTS * WORD : 0)),
+          bytes(value_scales + (is_scaled(value) ? TILE_SLOTS * WORD : 0)) {}
 };
 
-// Where dimension `d` of a slot lies among the keys, and among the values, of a tile, in elements.
-constexpr int key_at(int slot, int d) { return d / 2 * 2 * TILE_SLOTS + 2 * slot + d % 2; }
-constexpr int value_at(int slot, int d, int dim) { return slot / 2 * 2 * dim + 2 * d + slot % 2; }
+// In which word dimension `d` of a slot lies among the keys, and among the values, of a tile.
+constexpr int key_word(Format format, int slot, int d) { return d / group_of(format) * TILE_SLOTS + slot; }
+constexpr int value_word(Format format, int slot, int d, int dim) { return slot / group_of(format) * dim + d; }
 
 }  // namespace tg

@@ -81,18 +81,21 @@ class Planner {
     const std::int64_t room_;
 };
 
-// Whether the rows follow each other and find their blocks in the pool.
+// Whether the rows follow each other and find the blocks that they see in the pool.
 bool is_sound(const tg_attention& work) {
     int tokens = 0;
     for (int i = 0; i < work.row_count; ++i) {
         const Row& row = work.rows[i];
-        const int blocks = (row.start + row.count + work.block_size - 1) / work.block_size;
         if (row.first != tokens || row.count < 1 || row.start < 0 || row.table < 0) return false;
-        if (row.table + blocks > work.table_count) return false;
+        const int first = tg::first_seen(work, row.start) / work.block_size;
+        const int stop = (row.start + row.count + work.block_size - 1) / work.block_size;
+        if (stop > work.table_count - row.table) return false;
+        for (int block = first; block < stop; ++block) {
+            const std::int32_t found = work.tables[row.table + block];
+            if (found < 0 || found >= work.blocks) return false;
+        }
         tokens += row.count;
     }
-    for (int i = 0; i < work.table_count; ++i)
-        if (work.tables[i] < 0 || work.tables[i] >= work.blocks) return false;
     return tokens == work.tokens;
 }
 

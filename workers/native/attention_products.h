@@ -9,136 +9,164 @@
 
 namespace tg {
 
-constexpr int TILE_PAIRS = TILE_SLOTS / 2;
 static_assert(STEP_KEYS == Ahead::MOST * TILE_SLOTS && PARTITION_KEYS % STEP_KEYS == 0, "steps are whole tiles");
 
 // Lines to fetch ahead per turn of an inner loop: as many as one of full width reads.
-template <class Dot>
-constexpr int LINES = at_least(1, WIDE * LANES * Dot::PAIR / Ahead::LINE);
+constexpr int LINES = at_least(1, WIDE * LANES * WORD / Ahead::LINE);
 
-// The keys [base, base + STEP_KEYS) of one head as they lie in the pool. Where there are fewer, the first tile stands in
-// for those that are not there.
+// The keys [base, base + STEP_KEYS) of one head as they lie in the pool. For tiles that are not there, or that nobody
+// sees, another stands in.
 struct Step {
     const char* tiles[STEP_KEYS / TILE_SLOTS];
     const TileShape* shape;
     int dim;
     int base;
 
-    const char* values(int pair, int pair_bytes) const {
-        return tiles[pair / TILE_PAIRS] + shape->values + pair % TILE_PAIRS * pair_bytes;
+    // The words of the `group` slots from index * group on.
+    const char* values(int index, int group) const {
+        const int per_tile = TILE_SLOTS / group;
+        return tiles[index / per_tile] + shape->values + static_cast<std::size_t>(index % per_tile) * dim * WORD;
+    }
+
+    // The scales of a vector of lanes from `slot` on, of keys or of values.
+    Words scales(int slot, std::size_t where) const {
+        return load<Words>(tiles[slot / TILE_SLOTS] + where + slot % TILE_SLOTS * WORD);
     }
 };
 
-// One turn of both: to sums [Queries][Vectors] add the pairs at `at` times the factors at `factors`, `stride` elements
-// apart. Halves of pairs one after the other, so that as few operands as possible are in registers at a time.
+// One turn of both: to sums [Queries][Vectors] add the groups at `at` times the factors at `factors`, `stride` elements
+// apart. Parts of groups one after the other, so that as few operands as possible are in registers at a time.
 template <class Dot, int Queries, int Vectors>
-inline __attribute__((always_inline)) void add_pairs(typename Dot::Sum (&sums)[Queries][Vectors],
-                                                     const char* const (&at)[Vectors],
-                                                     const typename Dot::Query* factors, int stride) {
-#pragma GCC unroll 2
-    for (int half = 0; half < Dot::HALVES; ++half) {
-        decltype(Dot::operand(at[0], half)) operands[Vectors];
+inline __attribute__((always_inline)) void add_groups(typename Dot::Sum (&sums)[Queries][Vectors],
+                                                      const char* const (&at)[Vectors],
+                                                      const typename Dot::Query* factors, int stride) {
+#pragma GCC unroll 8
+    for (int turn = 0; turn < Dot::TURNS; ++turn) {
+        decltype(Dot::operand(at[0], turn)) operands[Vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) operands[v] = Dot::operand(at[v], half);
+        for (int v = 0; v < Vectors; ++v) operands[v] = Dot::operand(at[v], turn);
 #pragma GCC unroll 6
         for (int i = 0; i < Queries; ++i) {
-            const auto factor = Dot::factor(factors + i * stride, half);
+            const auto factor = Dot::factor(factors + i * stride, turn);
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) sums[i][v] = Dot::step(sums[i][v], operands[v], factor);
         }
     }
 }
 
-// products [Queries][STEP_KEYS]: `Vectors` vectors of keys from `first` on; times the keys' scales.
+// The queries of a pass, [][dim], and what each of them sums to.
+template <class Dot>
+struct Queried {
+    const typename Dot::Query* queries;
+    const float* sums;
+};
+
+// Products with elements as they are stored to those with their numbers: by the scales of the keys from `slot` on.
+template <class Dot>
+inline Floats scale(Floats product, const Step& step, int slot, float query_sum) {
+    if constexpr (Dot::FORMAT == INT4) {
+        const Words scales = step.scales(slot, step.shape->key_scales);
+        return product * lower(scales) + query_sum * upper(scales);
+    }
+    if constexpr (is_scaled(Dot::FORMAT)) return product * as_floats(step.scales(slot, step.shape->key_scales));
+    return product;
+}
+
+// products [Queries][STEP_KEYS]: `Vectors` vectors of keys from `first` on.
 template <class Dot, int Queries, int Vectors>
-inline void multiply_some_keys(const Step& step, const typename Dot::Query* queries, int first, Ahead& ahead,
-                               float* products) {
+inline void multiply_some_keys(const Step& step, const Queried<Dot>& pass, int first, Ahead& ahead, float* products) {
     typename Dot::Sum sums[Queries][Vectors] = {};
     const char* keys[Vectors];
     for (int v = 0; v < Vectors; ++v) {
         const int slot = (first + v) * LANES;
-        keys[v] = step.tiles[slot / TILE_SLOTS] + slot % TILE_SLOTS * Dot::PAIR;
+        keys[v] = step.tiles[slot / TILE_SLOTS] + slot % TILE_SLOTS * WORD;
     }
-    for (int pair = 0; pair < step.dim / 2; ++pair) {
-        ahead.step<LINES<Dot>>();
+    for (int index = 0; index < step.dim / Dot::GROUP; ++index) {
+        ahead.step<LINES>();
         const char* at[Vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) at[v] = keys[v] + pair * TILE_SLOTS * Dot::PAIR;
-        add_pairs<Dot>(sums, at, queries + 2 * pair, step.dim);
+        for (int v = 0; v < Vectors; ++v) at[v] = keys[v] + index * TILE_SLOTS * WORD;
+        add_groups<Dot>(sums, at, pass.queries + Dot::GROUP * index, step.dim);
     }
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
         const int slot = (first + v) * LANES;
-        Floats scales = splat(1.0f);
-        if constexpr (Dot::SCALED)
-            scales = load<Floats>(step.tiles[slot / TILE_SLOTS] + step.shape->key_scale(slot % TILE_SLOTS));
 #pragma GCC unroll 6
-        for (int i = 0; i < Queries; ++i) store(products + i * STEP_KEYS + slot, Dot::finish(sums[i][v]) * scales);
+        for (int i = 0; i < Queries; ++i)
+            store(products + i * STEP_KEYS + slot, scale<Dot>(Dot::finish(sums[i][v]), step, slot, pass.sums[i]));
     }
 }
 
 // The first `vectors` vectors of keys, and perhaps one that follows them.
 template <class Dot, int Queries>
-inline void multiply_keys(const Step& step, const typename Dot::Query* queries, int vectors, Ahead& ahead,
-                          float* products) {
+inline void multiply_keys(const Step& step, const Queried<Dot>& pass, int vectors, Ahead& ahead, float* products) {
     int v = 0;
-    for (; v + WIDE <= vectors; v += WIDE) multiply_some_keys<Dot, Queries, WIDE>(step, queries, v, ahead, products);
-    for (; v < vectors; v += WIDE / 2) multiply_some_keys<Dot, Queries, WIDE / 2>(step, queries, v, ahead, products);
+    for (; v + WIDE <= vectors; v += WIDE) multiply_some_keys<Dot, Queries, WIDE>(step, pass, v, ahead, products);
+    for (; v < vectors; v += WIDE / 2) multiply_some_keys<Dot, Queries, WIDE / 2>(step, pass, v, ahead, products);
 }
 
-// The values of slots [from, to) of a step. A pair of which only one slot counts lies at `edges`, the other one
-// blanked: the first pair's copy, then the last one's.
+// The values of slots [from, to) of a step. Where they are not scaled, a pair of which only one slot counts lies at
+// `edges`, the other one blanked: the first pair's copy, then the last one's.
 struct Values {
     const Step* step;
     int from, to;
     const char* edges;
 };
 
-// A slot that nobody sees may hold NaN, which a weight of 0 would not silence.
+// A slot that nobody sees may hold NaN, which a weight of 0 would not silence. (Scaled elements are numbers always.)
 template <class Dot>
 inline const char* blank_edges(const Step& step, int from, int to, float* edges) {
-    constexpr int ELEMENT = Dot::PAIR / 2;
-    const int pair_bytes = step.dim * Dot::PAIR;
     char* const copies = reinterpret_cast<char*>(edges);
-    const auto copy = [&](int pair, int kept, char* copy) {
-        const char* const found = step.values(pair, pair_bytes);
-        std::memset(copy, 0, pair_bytes);
-        for (int at = kept * ELEMENT; at < pair_bytes; at += Dot::PAIR) std::memcpy(copy + at, found + at, ELEMENT);
-    };
-    if (from % 2) copy(from / 2, 1, copies);
-    if (to % 2) copy(to / 2, 0, copies + pair_bytes);
+    if constexpr (!is_scaled(Dot::FORMAT)) {
+        constexpr int ELEMENT = WORD / Dot::GROUP;
+        const int bytes = step.dim * WORD;
+        const auto copy = [&](int pair, int kept, char* copy) {
+            const char* const found = step.values(pair, Dot::GROUP);
+            std::memset(copy, 0, bytes);
+            for (int at = kept * ELEMENT; at < bytes; at += WORD) std::memcpy(copy + at, found + at, ELEMENT);
+        };
+        if (from % 2) copy(from / 2, 1, copies);
+        if (to % 2) copy(to / 2, 0, copies + bytes);
+    }
     return copies;
+}
+
+// Where the words of a group of slots lie.
+template <class Dot>
+inline const char* words_of(const Values& values, int index) {
+    if constexpr (!is_scaled(Dot::FORMAT)) {
+        if (2 * index + 1 == values.to) return values.edges + values.step->dim * WORD;
+        if (2 * index < values.from) return values.edges;
+    }
+    return values.step->values(index, Dot::GROUP);
 }
 
 // `Vectors` vectors of dimensions from `column` on.
 template <class Dot, int Queries, int Vectors>
 inline void multiply_some_values(const Values& values, const typename Dot::Query* weights, const float* fades,
                                  const float* units, int column, Ahead& ahead, float* sums) {
-    const Step& step = *values.step;
-    const int pair_bytes = step.dim * Dot::PAIR;
+    const int dim = values.step->dim;
     typename Dot::Sum found[Queries][Vectors] = {};
     float* const out = sums + column * LANES;
     if constexpr (!Dot::INTEGER) {
 #pragma GCC unroll 6
         for (int i = 0; i < Queries; ++i)
 #pragma GCC unroll 4
-            for (int v = 0; v < Vectors; ++v) found[i][v] = load<Floats>(out + i * step.dim + v * LANES) * fades[i];
+            for (int v = 0; v < Vectors; ++v) found[i][v] = load<Floats>(out + i * dim + v * LANES) * fades[i];
     }
-    for (int pair = values.from / 2; pair < (values.to + 1) / 2; ++pair) {
-        ahead.step<LINES<Dot>>();
-        const char* at = step.values(pair, pair_bytes);
-        if (2 * pair < values.from) at = values.edges;
-        if (2 * pair + 1 == values.to) at = values.edges + pair_bytes;
+    for (int index = values.from / Dot::GROUP; index * Dot::GROUP < values.to; ++index) {
+        ahead.step<LINES>();
+        const char* const at = words_of<Dot>(values, index);
         const char* vectors[Vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) vectors[v] = at + (column + v) * LANES * Dot::PAIR;
-        add_pairs<Dot>(found, vectors, weights + 2 * pair, STEP_KEYS);
+        for (int v = 0; v < Vectors; ++v) vectors[v] = at + (column + v) * LANES * WORD;
+        add_groups<Dot>(found, vectors, weights + Dot::GROUP * index, STEP_KEYS);
     }
 #pragma GCC unroll 6
     for (int i = 0; i < Queries; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) {
-            float* const at = out + i * step.dim + v * LANES;
+            float* const at = out + i * dim + v * LANES;
             Floats sum = Dot::finish(found[i][v]);
             if constexpr (Dot::INTEGER) sum = load<Floats>(at) * fades[i] + sum * units[i];
             store(at, sum);

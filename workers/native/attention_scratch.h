@@ -19,10 +19,12 @@ constexpr int PASS_QUERIES = 4, WIDE = 2;
 struct Scratch {
     std::int32_t* position;  // [UNIT_QUERIES]: in the sequence
     float* queries;          // [UNIT_QUERIES][dim], or as many 16-bit elements
+    float* query_sum;        // [UNIT_QUERIES]: of a query's elements
     float* factor;           // [UNIT_QUERIES]: times a product it is a score in powers of two
     // Of this partition:
     float* sums;    // [UNIT_QUERIES][dim]: values times weights
     float* weight;  // [UNIT_QUERIES][LANES]: weights
+    float* shift;   // [UNIT_QUERIES][LANES]: weights times values' lowest elements, where those are kept apart
     float* top;     // [UNIT_QUERIES]: what the weights are relative to, see attention_softmax.h
     float* limit;   // [UNIT_QUERIES]: the largest product that leaves it as it is
     // Of all partitions so far:
@@ -40,9 +42,11 @@ struct Scratch {
         const int vectors = UNIT_QUERIES * dim;
         position = reinterpret_cast<std::int32_t*>(take(UNIT_QUERIES));
         queries = take(vectors);
+        query_sum = take(UNIT_QUERIES);
         factor = take(UNIT_QUERIES);
         sums = take(vectors);
         weight = take(UNIT_QUERIES * LANES);
+        shift = take(UNIT_QUERIES * LANES);
         top = take(UNIT_QUERIES);
         limit = take(UNIT_QUERIES);
         total = take(vectors);

@@ -27,6 +27,12 @@ struct Running {
     float* top;
     float* limit;
     float* weight;
+    float* shift;
+};
+
+// Sums over a query's weights in each lane: of themselves, and of themselves times the values' lowest elements.
+struct Weighed {
+    Floats weight, shift;
 };
 
 inline Floats hide(Floats scores, const Sight& sight, int query, int vector) {
@@ -65,7 +71,7 @@ inline float raise_top(float most, float factor, float& top, float& limit) {
 
 #if defined(__AVX512BF16__)
 // Weights in bf16, and their sum as rounded: so that rounding does not shift the mean.
-inline Floats weigh_bf16(const float* products, int vectors, float factor, float top, Floats sum, std::uint16_t* out) {
+inline void weigh_bf16(const float* products, int vectors, float factor, float top, Weighed& sums, std::uint16_t* out) {
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v += 2) {
         const Floats a = exp2_below<true>(load<Floats>(products + v * LANES), factor, top);
@@ -73,36 +79,48 @@ inline Floats weigh_bf16(const float* products, int vectors, float factor, float
         if (v + 1 < vectors) b = exp2_below<true>(load<Floats>(products + (v + 1) * LANES), factor, top);
         const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
         _mm512_storeu_si512(out + v * LANES, (__m512i)both);
-        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));
+        sums.weight = (Floats)_mm512_dpbf16_ps((__m512)sums.weight, both, (__m512bh)_mm512_set1_epi16(0x3f80));
     }
-    return sum;
 }
 #endif
 
-// Weights in fp32, times the values' scales where there are some (a scale that nobody sees may be NaN).
+// A vector of weights times the scales of the values from `slot` on. A scale that nobody sees may be NaN.
 template <class Dot>
-inline Floats weigh_fp32(const float* products, int vectors, float factor, float top, Floats sum, const Step& step,
-                         float* out) {
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) {
-        Floats weight = exp2_below<Dot::INTEGER>(load<Floats>(products + v * LANES), factor, top);
-        sum = sum + weight;
-        if constexpr (Dot::SCALED) {
-            const int slot = v * LANES;
-            const char* const scales = step.tiles[slot / TILE_SLOTS] + step.shape->value_scale(slot % TILE_SLOTS);
-            weight = weight == Floats{} ? Floats{} : weight * load<Floats>(scales);
-        }
-        store(out + v * LANES, weight);
-    }
-    return sum;
+inline Floats scaled(Floats weight, const Step& step, int slot, Weighed& sums) {
+    if constexpr (!is_scaled(Dot::FORMAT)) return weight;
+    const Words scales = step.scales(slot, step.shape->value_scales);
+    const Ints unseen = weight == Floats{};
+    if constexpr (Dot::FORMAT != INT4) return unseen ? Floats{} : weight * as_floats(scales);
+    sums.shift = sums.shift + (unseen ? Floats{} : weight * upper(scales));
+    return unseen ? Floats{} : weight * lower(scales);
 }
 
-// Round weights to 16-bit integers of a common unit, which is returned.
+// Weights in fp32, or rounded to bf16 where they are scaled: fp8's own rounding is 16 times as coarse.
+template <class Dot, class To>
+inline void weigh_fp32(const float* products, int vectors, float factor, float top, const Step& step, Weighed& sums,
+                       To* out) {
+    constexpr bool rough = Dot::INTEGER || Dot::ROUNDED;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+        const Floats weight = exp2_below<rough>(load<Floats>(products + v * LANES), factor, top);
+        sums.weight = sums.weight + weight;
+        const Floats found = scaled<Dot>(weight, step, v * LANES, sums);
+        if constexpr (Dot::ROUNDED)
+            store(out + v * LANES, to_bf16(found));
+        else
+            store(out + v * LANES, found);
+    }
+}
+
+// Round weights to 16-bit integers of a common unit, which is returned; NaN where one is.
 inline float quantise(const float* weights, int vectors, std::int16_t* out) {
-    Floats most{};
-    for (int v = 0; v < vectors; ++v) most = larger(load<Floats>(weights + v * LANES), most);
-    const float largest = greatest(most);
-    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    Words most{};  // as integers: none is negative, and NaN is above all
+    for (int v = 0; v < vectors; ++v) {
+        const Words bits = load<Words>(weights + v * LANES);
+        most = bits > most ? bits : most;
+    }
+    const std::uint32_t bits = across(most, [](Words a, Words b) { return a > b ? a : b; });
+    const float largest = load<float>(&bits), inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
     for (int v = 0; v < vectors; ++v) {
         const Ints whole = __builtin_convertvector(load<Floats>(weights + v * LANES) * inverse + 0.5f, Ints);
         store(out + v * LANES, __builtin_convertvector(whole, Shorts));
@@ -120,16 +138,21 @@ inline void soften_query(float* products, float factor, const Sight& sight, int 
     float& top = running.top[query];
     fade = 1.0f;
     if (any_above(most, running.limit[query])) fade = raise_top(greatest(most), factor, top, running.limit[query]);
-    Floats sum = load<Floats>(running.weight + query * LANES) * fade;
+    Weighed sums{load<Floats>(running.weight + query * LANES) * fade, {}};
+    if constexpr (Dot::FORMAT == INT4) sums.shift = load<Floats>(running.shift + query * LANES) * fade;
+    if constexpr (Dot::INTEGER) {
+        weigh_fp32<Dot>(products, vectors, factor, top, *sight.step, sums, products);
+        unit = quantise(products, vectors, out);
+    } else {
 #if defined(__AVX512BF16__)
-    if constexpr (Dot::ROUNDED) sum = weigh_bf16(products, vectors, factor, top, sum, out);
+        if constexpr (Dot::ROUNDED && !is_scaled(Dot::FORMAT))
+            weigh_bf16(products, vectors, factor, top, sums, out);
+        else
 #endif
-    if constexpr (!Dot::ROUNDED) {
-        float* const weights = Dot::INTEGER ? products : reinterpret_cast<float*>(out);
-        sum = weigh_fp32<Dot>(products, vectors, factor, top, sum, *sight.step, weights);
-        if constexpr (Dot::INTEGER) unit = quantise(weights, vectors, out);
+            weigh_fp32<Dot>(products, vectors, factor, top, *sight.step, sums, out);
     }
-    store(running.weight + query * LANES, sum);
+    store(running.weight + query * LANES, sums.weight);
+    if constexpr (Dot::FORMAT == INT4) store(running.shift + query * LANES, sums.shift);
 }
 
 // One step of the online softmax for `count` queries: products [count][STEP_KEYS], each `factors` too small a score, to

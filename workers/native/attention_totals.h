@@ -6,7 +6,13 @@
 
 namespace tg {
 
+constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // the top of no keys: finite, so that differences are numbers
+
+// The first position that a token at `position` sees.
+inline int first_seen(const tg_attention& work, int position) {
+    return work.window > 0 ? at_least(0, position + 1 - work.window) : 0;
+}
 
 // A unit among the rows and heads of its step.
 struct Place {
@@ -21,16 +27,14 @@ struct Place {
     int token(int query) const { return (unit.first + query) / ratio; }
     int position(int query) const { return row.start + token(query); }
 
+    int head(int query) const { return unit.head * ratio + (unit.first + query) % ratio; }
+
     // Where a query begins in a tensor of `stride` elements per token.
     std::int64_t offset(int query, std::int64_t stride) const {
-        const int head = unit.head * ratio + (unit.first + query) % ratio;
-        return (row.first + token(query)) * stride + static_cast<std::int64_t>(head) * work->head_dim;
+        return (row.first + token(query)) * stride + static_cast<std::int64_t>(head(query)) * work->head_dim;
     }
 
-    // The first position that a query at `position` sees.
-    int first_seen(int position) const {
-        return work->window > 0 ? at_least(0, position + 1 - work->window) : 0;
-    }
+    int first_seen(int position) const { return tg::first_seen(*work, position); }
 
     // What partition `part` leaves: sums [count][dim], weights [count], tops [count].
     float* partial(int part) const {
@@ -65,6 +69,18 @@ inline void add_partition(const Scratch& scratch, const Place& place, const floa
     }
 }
 
+// Add to every element of a query's sums what its values' lowest elements come to.
+inline void add_shifts(const Scratch& scratch, const Place& place) {
+    const int dim = place.work->head_dim;
+    for (int i = 0; i < place.unit.count; ++i) {
+        const float shift = total(load<Floats>(scratch.shift + i * LANES));
+        for (int d = 0; d < dim; d += LANES) {
+            float* const at = scratch.sums + i * dim + d;
+            store(at, load<Floats>(at) + shift);
+        }
+    }
+}
+
 // weight [count] from weight [count][LANES], in place.
 inline void sum_lanes(const Scratch& scratch, int count) {
     for (int i = 0; i < count; ++i) scratch.weight[i] = total(load<Floats>(scratch.weight + i * LANES));
@@ -81,25 +97,35 @@ inline void end_partition(const Scratch& scratch, const Place& place) {
     std::memcpy(to + size + count, scratch.top, count * sizeof(float));
 }
 
+// One over all weights, relative to `top`. They include the sink of a query head that has one: a score that takes its
+// share and gives no value (arXiv 2309.17453).
+inline float inverse_weight(float weight, float top, const float* sink) {
+    if (!sink) return 1.0f / weight;
+    const float score = *sink * LOG2_E, above = __builtin_ceilf(score), highest = above > top ? above : top;
+    const float keys = power_of_two(top - highest), alone = __builtin_exp2f(score - highest);
+    return keys / (weight * keys + alone);
+}
+
 // Sums over weights in bf16, to their queries' places in `out` [tokens][q_heads * dim].
-inline void give_means(const float* sums, const float* weight, const Place& place, std::uint16_t* out) {
+inline void give_means(const float* sums, const float* weight, const float* top, const Place& place,
+                       const float* sinks, std::uint16_t* out) {
     const int dim = place.work->head_dim;
     for (int i = 0; i < place.unit.count; ++i) {
         std::uint16_t* const to = out + place.offset(i, static_cast<std::int64_t>(place.work->q_heads) * dim);
-        const float inverse = 1.0f / weight[i];
+        const float inverse = inverse_weight(weight[i], top[i], sinks ? sinks + place.head(i) : nullptr);
         for (int d = 0; d < dim; d += LANES) store(to + d, to_bf16(load<Floats>(sums + i * dim + d) * inverse));
     }
 }
 
 // Add up what the parts of a cut unit have left, in order.
-inline void merge_parts(const Scratch& scratch, const Place& place, std::uint16_t* out) {
+inline void merge_parts(const Scratch& scratch, const Place& place, const float* sinks, std::uint16_t* out) {
     const int count = place.unit.count, size = count * place.work->head_dim;
     begin_totals(scratch, place);
     for (int part = place.unit.first_part; part < place.unit.first_part + place.unit.parts; ++part) {
         const float* const from = place.partial(part);
         add_partition(scratch, place, from, from + size, from + size + count);
     }
-    give_means(scratch.total, scratch.total_weight, place, out);
+    give_means(scratch.total, scratch.total_weight, scratch.total_top, place, sinks, out);
 }
 
 }  // namespace tg

@@ -1,27 +1,26 @@
 // Walk: one thread's way over the keys of a unit, partition by partition, step by step. It knows no threads, and
-// formats only through its Dot.
+// formats only through their Dots.
 #pragma once
 
 #include "attention_cache.h"
 #include "attention_layer.h"
 #include "attention_products.h"
 #include "attention_softmax.h"
+#include "attention_tiles.h"
 #include "attention_totals.h"
 
 namespace tg {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
-template <class Dot>
+template <Format keys, Format values>
 class Walk {
   public:
     Walk(const Layer& layer, const Scratch& scratch)
-        : layer_(layer), work_(*layer.work), scratch_(scratch),
-          shape_(static_cast<std::int32_t>(layer.format), work_.head_dim), dim_(work_.head_dim) {}
+        : layer_(layer), work_(*layer.work), scratch_(scratch), shape_(keys, values, work_.head_dim),
+          tiles_(layer, shape_), dim_(work_.head_dim) {}
 
-    // Attend for `unit`: to `out`, or to its place in the partial sums. `next`, or null, is the unit that comes after
-    // it, whose first keys are fetched ahead.
-    void run(const Unit& unit, const Unit* next, std::uint16_t* out) {
+    // Attend for `unit`: to its queries' places, or to its own in the partial sums. `next`, or null, is the unit that
+    // comes after it, whose first keys are fetched ahead.
+    void run(const Unit& unit, const Unit* next) {
         const Place place(work_, unit);
         take_queries(place);
         const int last = scratch_.position[unit.count - 1] + 1;
@@ -31,26 +30,31 @@ class Walk {
         }
         if (unit.parts == 1) {
             attend(place, unit.first_part, last, next);
-            sum_lanes(scratch_, unit.count);
-            return give_means(scratch_.sums, scratch_.weight, place, out);  // 0 + x is x, to the bit
+            sum_lanes(scratch_, unit.count);  // and no totals: 0 + x is x, to the bit
+            return give_means(scratch_.sums, scratch_.weight, scratch_.top, place, layer_.sinks, layer_.out);
         }
         begin_totals(scratch_, place);
         for (int part = unit.first_part; part < unit.first_part + unit.parts; ++part) {
             attend(place, part, last, next);
             end_partition(scratch_, place);
         }
-        give_means(scratch_.total, scratch_.total_weight, place, out);
+        give_means(scratch_.total, scratch_.total_weight, scratch_.total_top, place, layer_.sinks, layer_.out);
     }
 
   private:
-    using Query = typename Dot::Query;
+    using KeyDot = typename Chosen<keys>::Dot;
+    using ValueDot = typename Chosen<values>::Dot;
+    using Query = typename KeyDot::Query;
+    using Weight = typename ValueDot::Query;
+    static constexpr int PASS = at_most(KeyDot::PASS, ValueDot::PASS);
 
     void take_queries(const Place& place) {
         for (int i = 0; i < place.unit.count; ++i) {
             Query* const to = reinterpret_cast<Query*>(scratch_.queries) + i * dim_;
             scratch_.position[i] = place.position(i);
-            scratch_.factor[i] =
-                work_.scale * LOG2_E * take_query<Dot>(layer_.heads + place.offset(i, layer_.stride), to, dim_);
+            scratch_.factor[i] = layer_.scale * LOG2_E *
+                                 take_query<KeyDot>(layer_.heads + place.offset(i, layer_.stride), to, dim_);
+            if constexpr (keys == INT4) scratch_.query_sum[i] = sum_of(to, dim_);
         }
     }
 
@@ -58,64 +62,34 @@ class Walk {
     void attend(const Place& place, int part, int last, const Unit* next) {
         fill(scratch_.sums, place.unit.count * dim_, 0.0f);
         fill(scratch_.weight, place.unit.count * LANES, 0.0f);
+        fill(scratch_.shift, place.unit.count * LANES, 0.0f);
         fill(scratch_.top, place.unit.count, NOTHING);
         fill(scratch_.limit, place.unit.count, -INFINITE);
-        const int first = place.first_seen(scratch_.position[0]) / STEP_KEYS * STEP_KEYS;
         const int end = at_most((part + 1) * PARTITION_KEYS, last);
-        for (int base = at_least(part * PARTITION_KEYS, first); base < end; base += STEP_KEYS) {
+        for (int base = first_step(place, part); base < end; base += STEP_KEYS) {
             Step step{{}, &shape_, dim_, base};
-            find_tiles(place, base, at_most(STEP_KEYS, end - base), step.tiles);
-            fetch_after(place, base, last, next);
+            tiles_.find(place, base, at_most(STEP_KEYS, end - base), step.tiles);
+            tiles_.fetch_after(place, base, last, next, ahead_);
             advance(place, step);
             ahead_.finish();
         }
-    }
-
-    // The tiles of the keys [base, base + keys) of the unit's head, and the first one in place of those behind them.
-    void find_tiles(const Place& place, int base, int keys, const char** tiles) const {
-        const int per_block = work_.block_size / TILE_SLOTS, index = base / TILE_SLOTS;
-        const char* const head = layer_.page + static_cast<std::size_t>(place.unit.head) * per_block * shape_.bytes;
-        const std::int32_t* block = work_.tables + place.row.table + index / per_block;
-        int within = index % per_block;
-        const char* const first = head + *block * layer_.page_bytes + within * shape_.bytes;
-        for (int i = 0; i < STEP_KEYS / TILE_SLOTS; ++i) {
-            tiles[i] = i * TILE_SLOTS < keys ? head + *block * layer_.page_bytes + within * shape_.bytes : first;
-            if (++within < per_block) continue;
-            within = 0;
-            ++block;
-        }
-    }
-
-    // Ask for the step that comes after the one at `base`: this unit's, else the next one's first.
-    void fetch_after(const Place& place, int base, int last, const Unit* next) {
-        if (base + STEP_KEYS < last) return fetch(place, base + STEP_KEYS, last);
-        if (!next) return;
-        const Place after(work_, *next);
-        const int first = after.first_seen(after.position(0)) / STEP_KEYS * STEP_KEYS;
-        fetch(after, at_least(next->part * PARTITION_KEYS, first), after.position(next->count - 1) + 1);
-    }
-
-    void fetch(const Place& place, int base, int end) {
-        const char* tiles[STEP_KEYS / TILE_SLOTS];
-        const int keys = at_most(STEP_KEYS, end - base);
-        find_tiles(place, base, keys, tiles);
-        ahead_.begin(tiles, (keys + TILE_SLOTS - 1) / TILE_SLOTS, shape_.bytes);
+        if constexpr (values == INT4) add_shifts(scratch_, place);
     }
 
     // All queries of the unit, a few at a time.
     void advance(const Place& place, const Step& step) {
         int count = 0;
         for (int first = 0; first < place.unit.count; first += count) {
-            count = pass_of<Dot>(place.unit.count - first);
+            count = pass_of(place.unit.count - first, PASS);
             const std::int32_t* const positions = scratch_.position + first;
             if (positions[count - 1] < step.base) continue;
             if (place.first_seen(positions[0]) >= step.base + STEP_KEYS) continue;
             switch (count) {
                 case 1: advance_pass<1>(place, step, first); break;
                 case 2: advance_pass<2>(place, step, first); break;
-                case 3: if constexpr (Dot::PASS >= 3) advance_pass<3>(place, step, first); break;
-                case 4: if constexpr (Dot::PASS >= 4) advance_pass<4>(place, step, first); break;
-                case 6: if constexpr (Dot::PASS >= 6) advance_pass<6>(place, step, first); break;
+                case 3: if constexpr (PASS >= 3) advance_pass<3>(place, step, first); break;
+                case 4: if constexpr (PASS >= 4) advance_pass<4>(place, step, first); break;
+                case 6: if constexpr (PASS >= 6) advance_pass<6>(place, step, first); break;
                 default: break;
             }
         }
@@ -123,6 +97,7 @@ class Walk {
 
     template <int Queries>
     void advance_pass(const Place& place, const Step& step, int first) {
+        constexpr int WHOLE = at_least(LANES, ValueDot::GROUP);  // there is a weight for every slot of a group
         int from[Queries], to[Queries];
         float fades[Queries], units[Queries];
         for (int i = 0; i < Queries; ++i) {
@@ -130,22 +105,25 @@ class Walk {
             from[i] = at_least(0, place.first_seen(position) - step.base);
             to[i] = at_most(STEP_KEYS, position + 1 - step.base);
         }
-        const int begin = from[0], end = to[Queries - 1], vectors = (end + LANES - 1) / LANES;
+        const int begin = from[0], end = to[Queries - 1], vectors = (end + WHOLE - 1) / WHOLE * (WHOLE / LANES);
         const bool partial = from[Queries - 1] > 0 || to[0] < vectors * LANES;
-        const Sight sight{vectors, partial, from, to, work_.soft_cap * LOG2_E, &step};
-        const Running running{scratch_.top + first, scratch_.limit + first, scratch_.weight + first * LANES};
-        const Query* const queries = reinterpret_cast<const Query*>(scratch_.queries) + first * dim_;
-        Query* const weights = reinterpret_cast<Query*>(scratch_.shares);
-        multiply_keys<Dot, Queries>(step, queries, vectors, ahead_, scratch_.scores);
-        soften<Dot>(Queries, scratch_.scores, scratch_.factor + first, sight, running, fades, units, weights);
-        const Values values{&step, begin, end, blank_edges<Dot>(step, begin, end, scratch_.edges)};
-        multiply_values<Dot, Queries>(values, weights, fades, units, ahead_, scratch_.sums + first * dim_);
+        const Sight sight{vectors, partial, from, to, layer_.soft_cap * LOG2_E, &step};
+        const Running running{scratch_.top + first, scratch_.limit + first, scratch_.weight + first * LANES,
+                              scratch_.shift + first * LANES};
+        const Queried<KeyDot> pass{reinterpret_cast<const Query*>(scratch_.queries) + first * dim_,
+                                   scratch_.query_sum + first};
+        Weight* const weights = reinterpret_cast<Weight*>(scratch_.shares);
+        multiply_keys<KeyDot, Queries>(step, pass, vectors, ahead_, scratch_.scores);
+        soften<ValueDot>(Queries, scratch_.scores, scratch_.factor + first, sight, running, fades, units, weights);
+        const Values seen{&step, begin, end, blank_edges<ValueDot>(step, begin, end, scratch_.edges)};
+        multiply_values<ValueDot, Queries>(seen, weights, fades, units, ahead_, scratch_.sums + first * dim_);
     }
 
     const Layer& layer_;
     const tg_attention& work_;
     const Scratch& scratch_;
     const TileShape shape_;
+    const Tiles tiles_;
     const int dim_;
     Ahead ahead_;
 };

@@ -49,8 +49,20 @@ OLDEST_GCC = 10
 """The first major version that knows the flags of every variant."""
 COMPILE_TIMEOUT_S = 300.0
 _COMPILERS = ("g++", "c++", *(f"g++-{version}" for version in range(20, OLDEST_GCC - 1, -1)))
+_PARTS = ("attention_pair.cpp",)
+"""Sources that are no part of the library itself."""
 _STALE_S = 30 * 24 * 3600.0
 _DIGEST = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A shared object beside the library: the one source file `unit`, compiled with macros `defines` (NAME=VALUE). What
+    `name` says belongs to it alone."""
+
+    name: str
+    unit: str
+    defines: tuple[str, ...] = ()
 
 
 class NativeUnavailable(Exception):
@@ -84,15 +96,22 @@ class Compiler:
         raise NativeUnavailable(f"no C++ compiler: GCC {OLDEST_GCC} or later is wanted on the PATH{why}")
 
 
-def built(folder: Path, variant: Variant, *, debug: bool = False, sources: Path = SOURCES) -> Path:
-    """The shared object of `variant`, from `folder` or compiled into it. Raises NativeUnavailable.
+def built(
+    folder: Path, variant: Variant, part: Part | None = None, *, debug: bool = False, sources: Path = SOURCES
+) -> Path:
+    """The shared object of `variant`, the library or a part of it, from `folder` or compiled into it. Raises
+    NativeUnavailable.
 
     Several processes may ask at once: one compiles, the others wait for it. Where there is no compiler, one that a
     compiler made earlier from the same sources will do (an image that was built with one, say).
     """
-    files = sorted(path for path in sources.iterdir() if path.suffix in (".cpp", ".h"))
+    units = [sources / part.unit] if part else _units(sources)
+    files = sorted((*units, *sources.glob("*.h")))
     flags = (*FLAGS, *(DEBUG if debug else RELEASE), *variant.flags)
     label = f"{variant.name}-debug" if debug else variant.name
+    if part:
+        flags += tuple(f"-D{define}" for define in part.defines)
+        label += f"-{part.name}"
     stem = f"{label}-{_sources_key(files, flags)}"
     try:
         compiler = Compiler.find()
@@ -105,7 +124,7 @@ def built(folder: Path, variant: Variant, *, debug: bool = False, sources: Path 
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{label}.lock"):
             if not is_whole(wanted):
-                _compile(wanted, files, flags, compiler)
+                _compile(wanted, units, flags, compiler)
             wanted.touch()
             _remove_stale(folder, label, wanted.stat().st_mtime - _STALE_S)
     except OSError as error:
@@ -122,6 +141,10 @@ def is_whole(path: Path) -> bool:
     return len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
+def _units(sources: Path) -> list[Path]:
+    return sorted(path for path in sources.glob("*.cpp") if path.name not in _PARTS)
+
+
 def _sources_key(files: Sequence[Path], flags: Sequence[str]) -> str:
     contents = (part for path in files for part in (path.name, path.read_bytes()))
     return _key(platform.machine(), *flags, *contents)[:16]
@@ -135,11 +158,10 @@ def _key(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def _compile(wanted: Path, files: Sequence[Path], flags: Sequence[str], compiler: Compiler) -> None:
+def _compile(wanted: Path, units: Sequence[Path], flags: Sequence[str], compiler: Compiler) -> None:
     """Units in parallel, then the link, in a folder of its own; what comes out takes its place in one rename."""
     with tempfile.TemporaryDirectory(dir=wanted.parent, prefix="build-") as name:
         folder = Path(name)
-        units = [path for path in files if path.suffix == ".cpp"]
         objects = [str(folder / f"{path.stem}.o") for path in units]
 
         def compile_unit(path: Path, made: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from workers.native.build import SOURCES, CacheUnusable, NativeUnavailable, built
+from workers.native.build import SOURCES, CacheUnusable, NativeUnavailable, Part, built
 from workers.native.processor import Processor, variant_named
 
-__all__ = ["CACHE", "Library", "NativeUnavailable", "load_library", "openmp_runtimes"]
+__all__ = ["CACHE", "Library", "NativeUnavailable", "load_library", "load_object", "openmp_runtimes"]
 
 CACHE = Path("~/.cache/tidegate/native")
 _OPENMP = ("libgomp", "libiomp5", "libomp")
@@ -24,13 +26,16 @@ class Library:
     """The loaded shared library. `variant`: for which processor it was compiled; `debug`: with checks and sanitizers;
     `threads`: OpenMP threads of every parallel region in it, at first torch's number."""
 
-    def __init__(self, path: Path, variant: str, *, debug: bool = False) -> None:
-        """Raises NativeUnavailable when the system's loader refuses `path`."""
-        try:
-            _share_openmp()
-            self._loaded = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NativeUnavailable(f"the compiled library does not load: {error}") from error
+    def __init__(
+        self,
+        loaded: ctypes.CDLL,
+        variant: str,
+        *,
+        debug: bool = False,
+        open_part: Callable[[Part], ctypes.CDLL] | None = None,
+    ) -> None:
+        self._loaded = loaded
+        self._open_part = open_part
         self.variant = variant
         self.debug = debug
         self._set_threads = self.function("tg_set_threads", ctypes.c_int)
@@ -45,6 +50,12 @@ class Library:
         found.restype = ctypes.c_int
         return found
 
+    def part(self, part: Part) -> ctypes.CDLL:
+        """A part of the library, compiled at first use. Raises NativeUnavailable."""
+        if self._open_part is None:
+            raise NativeUnavailable(f"this library has no parts, so no {part.name}")
+        return self._open_part(part)
+
     @property
     def threads(self) -> int:
         """What a parallel region gets, as OpenMP counts it."""
@@ -58,16 +69,28 @@ class Library:
 
 
 def load_library(
-    folder: Path | None = None, *, variant: str | None = None, debug: bool = False, sources: Path = SOURCES
+    folder: Path | None = None,
+    *,
+    variant: str | None = None,
+    debug: bool = False,
+    sources: Path = SOURCES,
+    parts: Sequence[Part] = (),
 ) -> Library:
     """The library for this processor, or that called `variant`, compiled at first use into `folder` (None: the user's
-    cache). `debug`: with bounds checks and sanitizers, for a process that has libasan preloaded. One object per process
-    and kind. Raises NativeUnavailable, which says why, and ValueError for an unknown variant."""
+    cache), and beside it the `parts` that will be wanted. `debug`: with bounds checks and sanitizers, for a process
+    that has libasan preloaded. One object per process and kind. Raises NativeUnavailable, which says why, and
+    ValueError for an unknown variant."""
     known = Processor.read().variants
     wanted = variant_named(variant) if variant else known[0]
     if wanted not in known:
         raise NativeUnavailable(f"this CPU cannot execute {variant}, only {', '.join(each.name for each in known)}")
-    return _load((folder or CACHE).expanduser(), wanted.name, debug, sources)
+    kind = (folder or CACHE).expanduser(), wanted.name, debug, sources
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        opened = [pool.submit(_open, *kind, part) for part in parts]
+        library = _load(*kind)
+        for each in opened:
+            each.result()
+    return library
 
 
 def openmp_runtimes() -> tuple[str, ...]:
@@ -79,12 +102,27 @@ def openmp_runtimes() -> tuple[str, ...]:
 
 @functools.cache
 def _load(folder: Path, variant: str, debug: bool, sources: Path) -> Library:
+    open_part = functools.partial(_open, folder, variant, debug, sources)
+    return Library(open_part(None), variant, debug=debug, open_part=open_part)
+
+
+@functools.cache
+def _open(folder: Path, variant: str, debug: bool, sources: Path, part: Part | None) -> ctypes.CDLL:
     kind = variant_named(variant)
     try:
-        return Library(built(folder, kind, debug=debug, sources=sources), variant, debug=debug)
+        return load_object(built(folder, kind, part, debug=debug, sources=sources))
     except CacheUnusable:
         with tempfile.TemporaryDirectory() as name:  # what is loaded stays, whatever becomes of the file
-            return Library(built(Path(name), kind, debug=debug, sources=sources), variant, debug=debug)
+            return load_object(built(Path(name), kind, part, debug=debug, sources=sources))
+
+
+def load_object(path: Path) -> ctypes.CDLL:
+    """Raises NativeUnavailable when the system's loader refuses `path`."""
+    try:
+        _share_openmp()
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"the compiled library does not load: {error}") from error
 
 
 def _share_openmp() -> None:
