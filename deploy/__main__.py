@@ -20,6 +20,7 @@ from deploy.config import ClusterConfig, ConfigError, load
 from deploy.console import Stages
 from deploy.house import strangers, tidegate_version
 from deploy.plan import command as planning
+from deploy.quality import command as measuring
 from deploy.question import QUESTION, ask, next_steps
 from deploy.terminal import out, said_plainly
 from deploy.upcycle import command as remodelling
@@ -36,6 +37,7 @@ cli.command()(inspection.status)
 cli.command()(inspection.doctor)
 cli.command()(planning.plan)
 cli.command()(remodelling.upcycle)
+cli.command()(measuring.quality)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")
 

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -44,7 +45,9 @@ def messages(text: str | None = None) -> list[Message]:
     with Tidegate unless given). Raises ScriptError unless users and answers take turns."""
     given = (TEXTS / DIALOGUE).read_text(encoding="utf-8") if text is None else text
     parts = _SPEAKER.split(given.strip() + "\n")[1:]
-    found = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+    found: list[Message] = [
+        {"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
     if len(found) < 2 or any(m["role"] != ("user", "assistant")[i % 2] for i, m in enumerate(found)) or len(found) % 2:
         raise ScriptError("a dialogue begins with user:, ends with assistant:, and the two take turns")
     return found
@@ -72,4 +75,4 @@ class Script:
         if any(whole[: len(head)] != head for head in heads):
             raise ScriptError("the model's chat template changes earlier turns: no KV cache outlives a turn")
         edges = [*(len(head) for head in heads), len(whole)]
-        return cls(whole, tuple(zip(edges, edges[1:], strict=False)))
+        return cls(whole, tuple(pairwise(edges)))

@@ -14,8 +14,6 @@ RUNGS: tuple[object, ...] = ("int4", {"k": "int8", "v": "int4"}, "int8", "auto")
 """What a search chooses from, layer by layer, the most compact first."""
 SHORT = 256
 """Tokens on which a single layer is measured."""
-FEWEST = 130
-"""Tokens that something can be said about: two blocks of neighbours."""
 
 
 @dataclass(frozen=True, slots=True)

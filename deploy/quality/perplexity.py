@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
-from deploy.quality.figures import Estimate
+from deploy.quality.figures import Estimate as Estimate
 
 WINDOW = 1024
 """Tokens that a model sees at once, at most."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from cluster.text.tokenizer import Tokenizer
 from deploy.quality.dialogue import Script, ScriptError, messages, prose
-from deploy.quality.figures import Limits
-from deploy.quality.job import FEWEST, RUNGS, SHORT, Job
+from deploy.quality.figures import FEWEST, Limits
+from deploy.quality.job import RUNGS, SHORT, Job
 from deploy.quality.measurement import Bench, Say, Wanted, measure
 from deploy.quality.perplexity import Passage, PassageError
 from deploy.quality.search import Measures, search
