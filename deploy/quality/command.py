@@ -5,22 +5,27 @@ Loads no torch: trials run in a process of their own.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
+from deploy.bench.command import api_key
 from deploy.catalog import resolve
 from deploy.config import ConfigError, Environment
 from deploy.console import Stages
 from deploy.quality import report
+from deploy.quality.examination import examine
 from deploy.quality.job import Job
 from deploy.quality.launch import TrialError, run_trial
 from deploy.quality.targets import pick, trial_settings
+from deploy.quality.tasks import TaskError, read_task
 from deploy.sections import ModelSection
-from deploy.terminal import out, said_plainly
+from deploy.terminal import bar, out, said_plainly
 from kvstore.precisions import AUTOMATIC, PrecisionError, PrecisionMap
 
 USUAL: tuple[object, ...] = ("int8", "fp8_e4m3", "fp8_e5m2", {"k": "int8", "v": "int4"}, "int4")
@@ -37,10 +42,25 @@ def quality(
     turns: Annotated[int, typer.Option(min=0, help="Turns of a dialogue whose KV cache is kept: up to 12.")] = 0,
     search: Annotated[bool, typer.Option("--search", help="Find the most compact map by layer that passes.")] = False,
     budget_bytes_per_token: Annotated[int | None, typer.Option(min=1, help="With --search: at most so much.")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Ask a server instead: gsm8k=FILE humaneval=FILE mmlu=FILE.")
+    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="", help="Further tasks.", hidden=True)] = None,
+    url: Annotated[str, typer.Option(help="With --tasks: an OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    limit: Annotated[int | None, typer.Option(min=2, help="With --tasks: questions of each.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="With --tasks: examples before each question.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="With --tasks: file with the API key to use.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what KV precisions cost the served model, against its unquantised cache; or find one that passes."""
+    """Show what KV precisions cost the served model, against its unquantised cache; or find one that passes; or, with
+    --tasks, how many questions with known answers a server gets right."""
+    if tasks:
+        with said_plainly(TaskError):
+            _examine([*tasks, *(more or ())], url, model, limit, shots, api_key(key_file), as_json)
+        return
     with said_plainly(TrialError), Stages() as stages:
+        if more:
+            raise ConfigError(f"{more[0]}: not understood; files of tasks stand behind --tasks")
         if budget_bytes_per_token is not None and not search:
             raise ConfigError("--budget-bytes-per-token: goes with --search")
         if search and (kv_precision or turns):
@@ -64,6 +84,33 @@ def quality(
         _show(found, section)
     if search and found["found"]["faults"]:
         raise typer.Exit(1)
+
+
+def _examine(
+    given: list[str],
+    url: str,
+    model: str | None,
+    limit: int | None,
+    shots: int | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Put the questions of files, each given as NAME=FILE, to the server at `url`, and print how many it got right."""
+    read = []
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--tasks: write NAME=FILE, as in gsm8k=test.jsonl, got {text!r}")
+        read.append(read_task(name, Path(path), limit=limit, shots=shots))
+    with bar() as tick:
+        marks = asyncio.run(examine(url, read, tick, model=model, key=key))
+    if as_json:
+        print(json.dumps({"url": url, "tasks": [asdict(mark) for mark in marks]}))
+        return
+    out.print(report.marks_table(marks))
+    for mark in marks:
+        if mark.failed:
+            out.print(f"{mark.task}: {mark.failed} requests failed: {mark.error}", markup=False, soft_wrap=True)
 
 
 def _show(found: dict[str, Any], section: ModelSection) -> None:

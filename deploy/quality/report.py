@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
+from deploy.quality.examination import Mark
 from deploy.quality.figures import Cost, Limits
 from deploy.tables import plain_table
 
@@ -87,6 +88,14 @@ def found_lines(found: Row) -> list[str]:
         title = f"nothing passes within the budget; the last that fits: {found['label']}"
         return [title, figures, *found["faults"], counts]
     return [figures, counts, "", *as_yaml({"kv_precision": found["precision"]}).splitlines()]
+
+
+def marks_table(marks: Sequence[Mark]) -> Table:
+    """A line per task."""
+    table = plain_table("", "task", "asked", "right")
+    for mark in marks:
+        table.add_row(mark.task, str(mark.asked), f"{mark.right.mean * 100:.1f}±{mark.right.error * 100:.1f}%")
+    return table
 
 
 def as_yaml(plain: object) -> str:
