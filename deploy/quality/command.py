@@ -125,7 +125,7 @@ def _show(found: dict[str, Any], section: ModelSection) -> None:
         lines = report.found_lines(found["found"])
     else:
         limits, rows = section.quality.limits(), report.ordered(found["rows"])
-        out.print(report.costs_table(rows, limits))
+        out.print(report.costs_table(rows))
         if any(row.get("turns") for row in rows):
             out.print(report.turns_table(rows))
         lines = report.remarks(rows, limits)

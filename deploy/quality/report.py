@@ -29,49 +29,51 @@ def verdict(row: Row, limits: Limits) -> list[str]:
     return found
 
 
-def costs_table(rows: Sequence[Row], limits: Limits) -> Table:
+def costs_table(rows: Sequence[Row]) -> Table:
     """Rows of `deploy.quality.measurement`, in their order; ± is a standard error."""
-    head = ("B/token", "capacity", "KL, nats", "top-1", "perplexity", "parts", "ok")
+    head = ("B/token", "tokens", "KL, nats", "top-1", "perplexity", "parts")
     table = plain_table("", "KV precision", *head)
     for row in rows:
         if "fault" in row:
-            table.add_row(row["label"], *["-"] * (len(head) - 1), "no")
+            table.add_row(row["label"], *["-"] * len(head))
             continue
         cost = Cost.parse(row["cost"])
         parts = row["parted"]
         table.add_row(
             row["label"],
             f"{row['token_bytes']:,}",
-            f"{row['capacity']:.2f} ×",
+            f"{row['capacity']:.2f}×",
             f"{cost.kl.mean:.4f}±{cost.kl.error:.4f}",
             f"{cost.top1.mean * 100:.1f}±{cost.top1.error * 100:.1f}%",
             f"{cost.rise.mean * 100:+.2f}±{cost.rise.error * 100:.2f}%",
             f"{parts['mean']:.0f}±{parts['error']:.0f}" if parts else "-",
-            "no" if verdict(row, limits) else "yes",
         )
     return table
 
 
 def turns_table(rows: Sequence[Row]) -> Table:
-    """KL of each turn, one line per precision."""
+    """KL of each turn, a column per precision."""
     measured = [row for row in rows if row.get("turns")]
-    count = len(measured[0]["turns"]) if measured else 0
-    table = plain_table("KL by turn, nats", "KV precision", *map(str, range(1, count + 1)))
-    for row in measured:
-        table.add_row(row["label"], *(f"{turn['mean']:.4f}" for turn in row["turns"]))
+    table = plain_table("KL by turn, nats", "turn", *(row["label"] for row in measured))
+    for number, turns in enumerate(zip(*(row["turns"] for row in measured), strict=True), 1):
+        table.add_row(str(number), *(f"{turn['mean']:.4f}" for turn in turns))
     return table
 
 
 def remarks(rows: Sequence[Row], limits: Limits) -> list[str]:
-    """What the columns mean, the measured order, and why a precision does not pass or cannot be had."""
+    """What the columns mean, the measured order, what passes, and why the others do not or cannot be had."""
     measured = [row for row in rows if "cost" in row]
-    found = ["± are standard errors, paired"] if measured else []
+    impossible = [f"{row['label']}: not possible: {row['fault']}" for row in rows if "fault" in row]
+    if not measured:
+        return impossible
+    found = ["tokens: how many fit where one did; ± are standard errors, paired"]
     if parts := next((row["parted"] for row in measured if row["parted"]), None):
-        found[0] += f"; parts: for how many of {parts['most']} tokens a greedy continuation stays the same"
-    if len(measured) > 1:
-        found.append("measured order: " + " < ".join(row["label"] for row in measured))
+        found.append(f"parts: for how many of {parts['most']} tokens a greedy continuation stays the same")
+    found.append("measured order: " + " < ".join(row["label"] for row in measured))
+    within = [row["label"] for row in measured if not verdict(row, limits)]
+    found.append(f"within the limits: {', '.join(within) or 'none'}")
     found += [f"{row['label']}: {'; '.join(verdict(row, limits))}" for row in measured if verdict(row, limits)]
-    return found + [f"{row['label']}: not possible: {row['fault']}" for row in rows if "fault" in row]
+    return found + impossible
 
 
 def found_lines(found: Row) -> list[str]:
