@@ -1,4 +1,4 @@
-"""What KV precisions cost the real SmolLM2 on the texts that come along: promises about quality and capacity together."""
+"""What KV precisions cost the real SmolLM2 on the texts that come along: promises about quality and capacity."""
 
 from __future__ import annotations
 
