@@ -59,11 +59,11 @@ class Cost:
         """From one value per token: divergence, whether the first choice is the same, and the negative log likelihood
         without and with the precision, all in nats."""
         above = Estimate.blocked([mine - theirs for mine, theirs in zip(after, before, strict=True)])
-        times = math.exp(above.mean)
+        times = _exp(above.mean)
         return cls(
             kl=Estimate.blocked(kl),
             top1=Estimate.blocked([float(each) for each in same]),
-            perplexity=math.exp(statistics.fmean(after)),
+            perplexity=_exp(statistics.fmean(after)),
             rise=Estimate(times - 1, times * above.error),
             tokens=len(kl),
         )
@@ -118,3 +118,8 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def _exp(mean: float) -> float:
+    """Infinite for what a float cannot hold: a cache that makes nonsense of a text still gets its verdict."""
+    return math.exp(mean) if not mean >= 700 else math.inf

@@ -48,6 +48,13 @@ def cost(kl: float = 0.0, top1: float = 1.0, rise: float = 0.0) -> Cost:
     return Cost(Estimate(kl, 0.0), Estimate(top1, 0.0), 30.0, Estimate(rise, 0.0), 1023)
 
 
+@pytest.mark.parametrize("worst", [math.nan, math.inf, 900.0])
+def test_nonsense_gets_a_verdict(worst: float) -> None:
+    count = 2 * BLOCK
+    found = Cost.of([worst] * count, [False] * count, [1.0] * count, [worst] * count)
+    assert len(Limits().faults(found)) == 3
+
+
 @pytest.mark.parametrize(
     ("found", "says"),
     [
