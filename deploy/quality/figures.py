@@ -28,7 +28,7 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
         """From two values at least, taken as independent."""
-        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
+        return cls(statistics.fmean(values), _deviation(values) / math.sqrt(len(values)))
 
     @classmethod
     def blocked(cls, values: Sequence[float], block: int = BLOCK) -> Self:
@@ -37,7 +37,7 @@ class Estimate:
         count = max(2, len(values) // block)
         edges = [index * len(values) // count for index in range(count + 1)]
         means = [statistics.fmean(values[first:last]) for first, last in pairwise(edges)]
-        return cls(statistics.fmean(values), statistics.stdev(means) / math.sqrt(count))
+        return cls(statistics.fmean(values), _deviation(means) / math.sqrt(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +123,8 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 def _exp(mean: float) -> float:
     """Infinite for what a float cannot hold: a cache that makes nonsense of a text still gets its verdict."""
     return math.exp(mean) if not mean >= 700 else math.inf
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The sample's standard deviation; not a number where some value is none, or infinite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
