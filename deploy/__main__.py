@@ -21,6 +21,7 @@ from deploy.console import Stages
 from deploy.house import strangers, tidegate_version
 from deploy.models import command as modelling
 from deploy.plan import command as planning
+from deploy.quality import command as measuring
 from deploy.question import QUESTION, ask, next_steps
 from deploy.terminal import out, said_plainly
 from deploy.upcycle import command as remodelling
@@ -38,6 +39,7 @@ cli.command()(inspection.doctor)
 cli.command()(planning.plan)
 cli.command()(modelling.models)
 cli.command()(remodelling.upcycle)
+cli.command()(measuring.quality)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")
 

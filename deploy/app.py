@@ -31,6 +31,7 @@ from deploy.description import described
 from deploy.files import file_faults
 from deploy.house import tidegate_version
 from deploy.machine import physical_cores, port_fault
+from deploy.quality.gate import admitted
 from deploy.room import Demand
 from deploy.sections import ModelSection
 from deploy.service import Plan, Service, ServiceError
@@ -55,7 +56,8 @@ log = logging.getLogger(__name__)
 
 
 def build(args: ClusterConfig) -> serve.Application:
-    """The application of `args`; fetches the models first. Every node must see their folders under the same paths.
+    """The application of `args`; fetches the models first. Every node must see their folders under the same paths. What
+    a KV precision costs is not measured here: what this machine knows of it counts.
 
     Raises ConfigError where Serve's own proxy would let anybody in from elsewhere."""
     if not args.api_keys_file and not is_loopback(host := _proxy_host()):
@@ -63,7 +65,8 @@ def build(args: ClusterConfig) -> serve.Application:
             f"Serve listens on {host}, and without keys everybody who reaches it could use the service: set "
             "api_keys_file, or http_options.host: 127.0.0.1"
         )
-    plan = make_plan(args, *folders_of(args, log.info))
+    folders = folders_of(args, log.info)
+    plan = make_plan(admitted(args, folders, log.info, run=None), *folders)
     open_coordinator(plan.coordinator, replace=True)
     return plan.application
 
@@ -84,6 +87,7 @@ def run(
     """
     check(config, folders)
     _compile_ahead(config)
+    config = admitted(config, folders, on_progress)
     on_progress("starting Ray")
     haproxy = config.proxy == "auto"
     link = connect_ray(address) if address else start_ray(run_dir() / "token", haproxy=haproxy)

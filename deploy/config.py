@@ -28,6 +28,7 @@ from deploy.sections import (
     LineSection,
     ModelSection,
     Names,
+    QualitySection,
     Seconds,
     Size,
     Switch,
@@ -36,7 +37,12 @@ from deploy.sections import (
 
 __all__ = ["DEFAULT_MODEL", "ClusterConfig", "ConfigError", "Environment", "child_environment", "is_loopback", "load"]
 
-_SECTIONS: dict[str, type[BaseModel]] = {"models": ModelSection, "line": LineSection, "ladder": LadderSection}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "models": ModelSection,
+    "quality": QualitySection,
+    "line": LineSection,
+    "ladder": LadderSection,
+}
 
 
 class ConfigError(ValueError):
@@ -225,5 +231,5 @@ def _fault(document: Document, given: Iterable[str], fault: ErrorDetails) -> str
 
 def _known_keys(place: tuple[str, ...]) -> Iterable[str]:
     """The keys that may stand where the one at `place` stands."""
-    section = _SECTIONS.get(place[0], ClusterConfig) if len(place) > 1 else ClusterConfig
-    return section.model_fields
+    above = next((key for key in reversed(place[:-1]) if key in _SECTIONS), "")
+    return _SECTIONS.get(above, ClusterConfig).model_fields

@@ -7,7 +7,7 @@ defaults of line and ladder are those of `cluster.coordination.terms`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 from cluster.coordination.terms import LineBounds, Thresholds
+from deploy.quality.figures import FEWEST, Limits
 from deploy.sizes import parse_size
 from kvstore.precisions import AUTOMATIC, LONG_NAMES, PrecisionMap
 from workers.native.processor import VARIANTS
@@ -33,12 +34,18 @@ _EVERY_KERNEL = (*KERNELS, *(f"native-{variant.name}" for variant in VARIANTS))
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LINE = LineBounds()
 _LADDER = Thresholds()
+_LIMITS = Limits()
 _NEVER = float("inf")
 
 
 def _on_off(value: object) -> object:
     """YAML reads a bare on/off as a boolean; quoted it stays text. Both are fine."""
     return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _off_word(value: object) -> object:
+    """YAML reads a bare off as false."""
+    return "off" if value is False else value
 
 
 def _one_of(*supported: str) -> BeforeValidator:
@@ -82,6 +89,42 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
 
+class QualitySection(Section):
+    """What a KV precision may cost, before a service starts with it; what the limits mean stands at `Limits`.
+
+    `gate` auto: precisions of fewer than 8 bits are measured, and refused beyond the limits; refuse: all that quantise
+    are; warn: all are measured, and what is beyond is said; off: nothing is measured. `search`: the most compact map
+    that passes is looked for, within `budget_bytes_per_token` over all layers. `context` tokens are measured.
+    """
+
+    gate: Annotated[Literal["auto", "off", "warn", "refuse"], BeforeValidator(_off_word)] = "auto"
+    search: Switch = False
+    budget_bytes_per_token: Count | None = None
+    max_kl: Annotated[float, Field(gt=0)] = _LIMITS.max_kl
+    min_top1: Annotated[float, Field(ge=0, lt=1)] = _LIMITS.min_top1
+    max_perplexity_rise: Annotated[float, Field(gt=0)] = _LIMITS.max_perplexity_rise
+    context: Annotated[StrictInt, Field(ge=FEWEST)] = 1024
+
+    @field_validator("budget_bytes_per_token")
+    @classmethod
+    def _for_a_search(cls, budget: int | None, info: ValidationInfo) -> int | None:
+        if budget is not None and not info.data.get("search"):
+            raise ValueError("is for a search: set search: on beside it")
+        return budget
+
+    def limits(self) -> Limits:
+        """The same for a verdict."""
+        return Limits(self.max_kl, self.min_top1, self.max_perplexity_rise)
+
+    @classmethod
+    def switched(cls, value: object) -> object:
+        """`quality: off` is short for a gate that is."""
+        return {"gate": "off"} if _off_word(value) == "off" else value
+
+
+Quality = Annotated[QualitySection, BeforeValidator(QualitySection.switched)]
+
+
 class ModelSection(Section):
     """One model and the groups that run it. `kv_memory` is per rank. `threads` is per rank too; None: one on a GPU, on
     a CPU the physical cores divided by the ranks of all models."""
@@ -99,6 +142,7 @@ class ModelSection(Section):
 
     block_size: StrictInt = 32
     kv_precision: KVPrecision = AUTOMATIC
+    quality: Quality = QualitySection()
     kv_memory: Size | None = None
     prefix_cache: Switch = True
 
@@ -128,6 +172,13 @@ class ModelSection(Section):
         if size not in _BLOCK_SIZES:
             raise ValueError(f"must be one of {', '.join(map(str, _BLOCK_SIZES))} tokens, got {size}")
         return size
+
+    @field_validator("quality")
+    @classmethod
+    def _one_choice(cls, quality: QualitySection, info: ValidationInfo) -> QualitySection:
+        if quality.search and info.data.get("kv_precision", AUTOMATIC) != AUTOMATIC:
+            raise ValueError("search: on chooses kv_precision; leave that key out, or set it to auto")
+        return quality
 
     @field_validator("max_num_batched_tokens")
     @classmethod

@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ TOKENS = ("a", "b", "c", "d")
 class FakeServer:
     """`trouble` is None, "status", "error event", "cut", "no usage" or "never well"; `pause_s` lies between chunks;
     `asked` are the bodies, `sessions` the x-session-id headers, `at_once` the most requests that were running together;
-    `port` 0 takes any that is free."""
+    `port` 0 takes any that is free; `reply` makes the pieces of an answer from the body that asks."""
 
     trouble: str | None = None
     pause_s: float = 0.0
@@ -31,6 +32,7 @@ class FakeServer:
     running: int = 0
     at_once: int = 0
     port: int = 0
+    reply: Callable[[dict[str, Any]], Sequence[str]] = lambda body: TOKENS
     url: str = ""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -91,7 +93,7 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         is_chat = "messages" in body
-        for text in TOKENS:
+        for text in self.reply(body):
             await asyncio.sleep(self.pause_s)
             choice: dict[str, Any] = {"index": 0, "finish_reason": None}
             choice |= {"delta": {"content": text}} if is_chat else {"text": text}

@@ -170,7 +170,7 @@ class Rank:
         spec = read_spec(folder)
         own = spec.context_length
         self._max_model_len = min(settings.max_model_len or own, own)
-        dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
+        dtype = short_dtype(spec.dtype) if settings.dtype == "auto" else settings.dtype
         precision = settings.kv_precision.settle(Precision.parse(dtype))
         facts = (settings.revision, precision.spelled(spec.layers), settings.weight_precision, spec.ropes)
         self._scheme = "|".join(map(str, facts)).encode()
@@ -204,6 +204,11 @@ class Rank:
         choice = self.runner.choice
         level = logging.WARNING if choice.second_best else logging.INFO
         log.log(level, "rank %d computes with %s: %s", self._rank, choice.kernels.name, choice.why)
+
+
+def short_dtype(name: str) -> str:
+    """Torch's name of a dtype, as checkpoints have it, in our own words: "bfloat16" -> "bf16"."""
+    return _SHORT.get(name, name)
 
 
 def _library(folder: str | None) -> Any:

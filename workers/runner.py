@@ -15,7 +15,7 @@ from kvstore.layout import KVLayout, Precision, split_evenly
 from kvstore.precisions import PrecisionMap
 from workers.attention.backend import AttentionBackend
 from workers.attention.tiles import BLOCK, BUCKET_SLOTS, TILE
-from workers.batch import Batcher
+from workers.batch import Batch, Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
@@ -86,12 +86,13 @@ class Runner:
             )
         self._demand = self._demand_of(spec)
 
-    def allocate(self, blocks: int) -> None:
-        """Make the KV pool of `blocks` blocks, all zeros; an earlier pool is let go first."""
+    def allocate(self, blocks: int, layout: KVLayout | None = None) -> None:
+        """Make the KV pool of `blocks` blocks, all zeros; an earlier pool is let go first. Another `layout` than the
+        runner's own must be one of the same model that these kernels can read; else Unsupported."""
         if blocks < 1:
             raise ValueError(f"a KV pool needs at least 1 block, got {blocks}")
         self.pool = self._attention = None
-        self.pool = KVPool(self.layout, blocks, self.device)
+        self.pool = KVPool(layout or self.layout, blocks, self.device)
         self._attention = self._kernels.attention(self.pool, self._model.rules)
 
     def profile(self) -> int:
@@ -139,6 +140,19 @@ class Runner:
         logits = self._forward(plan)
         return None if logits is None else logits.clone()
 
+    def states(self, plan: StepPlan) -> Tensor:
+        """`run` up to the hidden states of every token of a plan with rows, whether its logits are wanted or not: [T,
+        hidden], before the last norm. `project` makes logits of any of them."""
+        self._turn_over(plan)
+        with torch.inference_mode():
+            return self._hidden(self._batcher.build(plan)).clone()
+
+    def project(self, states: Tensor) -> Tensor | None:
+        """Logits of hidden states [n, hidden]: fp32 [n, vocab] on rank 0, None elsewhere. All ranks call it together.
+        They hold until the next call."""
+        with torch.inference_mode():
+            return self._comm.gather_logits(self._model.logits(states), self._model.widths)
+
     def _turn_over(self, plan: StepPlan) -> None:
         """What the plan does to whole blocks."""
         if self.pool is None:
@@ -158,15 +172,19 @@ class Runner:
     def _forward(self, plan: StepPlan) -> Tensor | None:
         if not plan.rows:
             return None
-        assert self._attention is not None
         with torch.inference_mode():
             batch = self._batcher.build(plan)
-            hidden = self._model.forward(batch, self._attention)
+            hidden = self._hidden(batch)
             if not batch.draws:
                 return None
             if len(batch.draws) < len(hidden):
                 hidden = hidden.index_select(0, batch.sampled)
             return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """[T, hidden], before the last norm; in a buffer that the next step uses again."""
+        assert self._attention is not None
+        return self._model.forward(batch, self._attention)
 
     def _demand_of(self, spec: Spec) -> Demand:
         rank, world, shard = self._comm.rank, self._comm.world, self._model.shard

@@ -83,7 +83,7 @@ def bench(
     with said_plainly():
         if baseline not in (None, "transformers"):
             raise ConfigError(f"--baseline {baseline} is not known; the one there is: transformers")
-        key = _key(key_file)
+        key = api_key(key_file)
         if limits:
             comparisons.refuse_others(context, "--roofline", _ROOFLINE)
             levels = _levels(sweep, None, concurrency or 1) if sweep or concurrency else comparisons.LEVELS
@@ -103,7 +103,7 @@ def bench(
             comparisons.run_contest(versus, starts=rounds, seed=seed, timeout_s=timeout, key=key, as_json=as_json)
             return
         if scenario:
-            keys = {scenarios.FLOOD: key, scenarios.QUIET: _key(quiet_key_file) or key}
+            keys = {scenarios.FLOOD: key, scenarios.QUIET: api_key(quiet_key_file) or key}
             named = {name: value for name, value in keys.items() if value}
             targets = [Target.read(text, named) for text in (url, *(versus or ()))]
             targets[0] = replace(targets[0], model=targets[0].model or model)
@@ -232,7 +232,7 @@ def _watched(target: Target) -> Iterator[Probe]:
         raise ServerError(str(error)) from error
 
 
-def _key(path: Path | None) -> str | None:
+def api_key(path: Path | None) -> str | None:
     """The API key in a file."""
     if path is None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
+
+from deploy.quality.figures import Estimate as Estimate
 
 WINDOW = 1024
 """Tokens that a model sees at once, at most."""
@@ -47,19 +49,6 @@ class Passage:
         pairs = list(zip(found.ids, found.special_tokens_mask, strict=True))
         lead = tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
         return cls(tuple(token for token, special in pairs if not special), lead)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over tokens and its standard error, in nats, the tokens taken as independent."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """From one value per token, two at least."""
-        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def test_a_fault_in_a_section_is_named_by_its_own_line(write) -> None:
 @pytest.mark.parametrize("key", sorted(ModelSection.model_fields))
 def test_a_key_of_one_model_beside_several_models_is_refused(write, key: str) -> None:
     values = {"model": "x", "revision": "r", "served_model_names": "n", "dtype": "bf16", "kv_precision": "bf16"}
-    values |= {"kernels": "native", "weight_precision": "int8"}
+    values |= {"quality": "off", "kernels": "native", "weight_precision": "int8"}
     values |= {"kv_memory": "1MiB", "prefix_cache": "on", "block_size": "32", "max_num_batched_tokens": "512"}
     path = write(f"models:\n  - model: a\n{key}: {values.get(key, 1)}\n")
     with pytest.raises(ConfigError) as refused:
