@@ -165,14 +165,22 @@ def test_norms_are_rms_norms(library: Library) -> None:
         assert torch.equal(heads[:, 3 * width :], before[:, 3 * width :])
 
 
-@pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if name != "llama3"])
+LAYER_NORMS = ("gpt2", "gpt_bigcode", "gpt_neox", "falcon")
+"""Native kernels have none."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name for name, config in FAMILIES.items() if name != "llama3" and config.model_type not in LAYER_NORMS],
+)
 def test_a_model_is_as_close_as_transformers_in_bf16(tmp_path: Path, family: str, one_thread: None) -> None:
     model = save_model(FAMILIES[family], tmp_path)
     tokens, chunks = prompt(40, seed=1), [9, 1, 1, 14, 1, 7, 1, 1, 5]
     ends = [sum(chunks[: index + 1]) - 1 for index in range(len(chunks))]
     exact = oracle(model, tokens)[ends]
     for world in (1, 3):
-        ranks = Ranks(tmp_path, world, dtype="bf16", precision=Precision.BF16, block_size=16, kernels="native")
+        options = {"dtype": "bf16", "precision": Precision.BF16, "block_size": 16, "let_go": False}
+        ranks = Ranks(tmp_path, world, kernels="native", **options)
         got = ranks.walk(tokens, chunks, tables(64, [10])[0])
         ranks.close()
         theirs = oracle(model.to(torch.bfloat16), tokens)[ends]
@@ -231,6 +239,19 @@ def test_results_larger_than_the_caches_are_the_same(kernels: NativeKernels, out
     linear = kernels.linear(weight, None, slot="wide", wide=True)
     single = torch.cat([linear(x[i : i + 1]).clone() for i in range(20)])
     assert torch.equal(linear(x), single)
+
+
+@pytest.mark.parametrize("size", [7, 100, 576])
+def test_a_norm_that_is_added_is_an_rms_norm_and_keeps_a_row_s_bits(library: Library, size: int) -> None:
+    torch.manual_seed(2)
+    weight, x, stream = torch.rand(size) + 0.5, 3 * torch.randn(40, size), torch.randn(40, size)
+    onto = NativeKernels(library).adding_norm(weight, 1e-5)
+    wanted = stream + x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    single = torch.cat([onto(x[i : i + 1], stream[i : i + 1].clone()) for i in range(40)])
+    assert (single - wanted).abs().max() < 1e-5
+    assert torch.equal(onto(x, stream.clone()), single)
+    with pytest.raises(ValueError, match="a norm is added as fp32"):
+        onto(x, stream.bfloat16())
 
 
 def test_norms_keep_a_row_s_bits(library: Library) -> None:
