@@ -35,7 +35,7 @@ from cluster.tenants import Tenant
 from cluster.text.prefixes import Prefixes
 from cluster.text.public import read_public
 from cluster.text.tokenizer import Tokenizer
-from workers.models.spec import ModelSpec
+from workers.models.identity import ModelIdentity
 
 CAPACITY_S = 2.0
 """How often the size of the pools is looked up."""
@@ -125,7 +125,7 @@ class Ingress:
 
 
 def _card(model: ModelSettings) -> ModelCard:
-    spec = ModelSpec.read(Path(model.folder))
+    spec = ModelIdentity.read(Path(model.folder))
     own = spec.context_length
     return ModelCard(
         names=model.names,

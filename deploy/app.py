@@ -27,6 +27,7 @@ from cluster.ingress import Ingress
 from deploy.catalog import fingerprint, resolve
 from deploy.cluster import Note, connect_ray, recall, start_ray
 from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback
+from deploy.description import described
 from deploy.files import file_faults
 from deploy.house import tidegate_version
 from deploy.machine import physical_cores, port_fault
@@ -36,7 +37,7 @@ from deploy.service import Plan, Service, ServiceError
 from deploy.settings import coordinator_settings, group_settings, ingress_settings, native_folder
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionError
-from workers.models.spec import ModelSpec
+from workers.models.generic.spec import GenericSpec
 from workers.native.build import NativeUnavailable, built
 from workers.native.processor import Processor
 
@@ -194,8 +195,10 @@ def check(config: ClusterConfig, folders: Sequence[Path]) -> None:
         raise ConfigError("\n".join(faults))
     for section, folder in zip(config.sections, folders, strict=True):
         try:
-            spec = ModelSpec.read(folder)
+            spec = described(folder)
             spec.shards(section.tensor_parallel_size)
+            if isinstance(spec, GenericSpec):
+                spec.check_weights(section.weight_precision)
             section.kv_precision.settle(Precision.BF16).of(spec.layers)
         except PrecisionError as error:
             key = ".".join(("kv_precision", error.key))

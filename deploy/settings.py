@@ -41,6 +41,7 @@ def group_settings(
         kernels=section.kernels,
         weight_precision=section.weight_precision,
         native_dir=str(native_folder(environment.cache)),
+        checks_dir=str((environment.cache / "checks").absolute()),
         block_size=section.block_size,
         kv_memory=section.kv_memory,
         memory_fraction=share,

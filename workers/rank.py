@@ -158,7 +158,7 @@ class Rank:
         """Weights and communicator; returns the threads that torch uses here."""
         import torch
 
-        from workers.models.spec import ModelSpec
+        from workers.models.factory import read_spec
         from workers.parallel import Communicator, join_store
         from workers.runner import Runner
         from workers.selection import Wish
@@ -167,7 +167,7 @@ class Rank:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         folder = Path(settings.model_dir)
-        spec = ModelSpec.read(folder)
+        spec = read_spec(folder)
         own = spec.context_length
         self._max_model_len = min(settings.max_model_len or own, own)
         dtype = _SHORT.get(spec.dtype, spec.dtype) if settings.dtype == "auto" else settings.dtype
@@ -194,6 +194,8 @@ class Rank:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             wish=Wish(settings.kernels, settings.weight_precision, Path(native) if native else None),
+            checks=Path(settings.checks_dir) if settings.checks_dir else None,
+            revision=settings.revision,
         )
         self._say_kernels()
         return int(torch.get_num_threads())

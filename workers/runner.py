@@ -19,12 +19,11 @@ from workers.batch import Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
-from workers.models.decoder import Decoder
+from workers.models.factory import Spec, load_model
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
 from workers.plan import Draw, Row, StepPlan, StepResult
 from workers.selection import Wish, choose_kernels
-from workers.weights import Checkpoint
 
 _SCALES = (0.5, 4.0)
 """How far a measured step may move the arithmetic: a measurement on a busy CPU is rough."""
@@ -34,7 +33,8 @@ class Runner:
     """Rank `comm.rank` of the model in `folder`, loaded on construction.
 
     `precision` is the KV cache's; `dtype` the weights' ("fp32", "bf16", "fp16"; their values are rounded to it);
-    `wish` is about its kernels. Raises Unsupported, WeightError, or ValueError for more ranks than query
+    `wish` is about its kernels; `checks` and `revision` about what a model that is not native remembers (see
+    load_model). Raises Unsupported, WeightError, or ValueError for more ranks than query
     heads. `allocate` must come before the first `run`. Every rank of a group runs the same plans in the same order.
     `drops` counts the steps for which a rank had no memory; `last_step` is the number of the last plan that came.
     """
@@ -42,7 +42,7 @@ class Runner:
     def __init__(
         self,
         folder: Path,
-        spec: ModelSpec,
+        spec: Spec,
         *,
         comm: Communicator,
         block_size: int,
@@ -52,6 +52,8 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         wish: Wish | None = None,
+        checks: Path | None = None,
+        revision: str = "",
     ) -> None:
         self.device = torch.device(device)
         self.layout: KVLayout = spec.layout(block_size, precision, comm.world)[comm.rank]
@@ -59,7 +61,9 @@ class Runner:
         self._max_rows = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._reach = spec.context_length
-        self.choice = choose_kernels(dtype, self.device, self.layout, wish, spec)
+        self.choice = choose_kernels(
+            dtype, self.device, self.layout, wish, spec if isinstance(spec, ModelSpec) else None
+        )
         self._kernels = self.choice.kernels
         self._sample = self._kernels.sampler()
         self._batcher = Batcher(block_size, self.device)
@@ -68,9 +72,18 @@ class Runner:
         self.drops = 0
         self.last_step = -1
         self.pool: KVPool | None = None
-        with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-            self._model = Decoder(spec, checkpoint, comm=comm, kernels=self._kernels, dtype=dtype, device=self.device)
-            checkpoint.finish()
+        with torch.inference_mode():
+            self._model = load_model(
+                spec,
+                folder,
+                comm=comm,
+                kernels=self._kernels,
+                dtype=dtype,
+                device=self.device,
+                weight_precision=wish.weight_precision if wish else "auto",
+                checks=checks,
+                revision=revision,
+            )
         self._demand = self._demand_of(spec)
 
     def allocate(self, blocks: int) -> None:
@@ -155,7 +168,7 @@ class Runner:
                 hidden = hidden.index_select(0, batch.sampled)
             return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
 
-    def _demand_of(self, spec: ModelSpec) -> Demand:
+    def _demand_of(self, spec: Spec) -> Demand:
         rank, world, shard = self._comm.rank, self._comm.world, self._model.shard
         start, stop = split_evenly(spec.intermediate_size, world)[rank]
         return Demand(

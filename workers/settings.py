@@ -27,7 +27,8 @@ class GroupSettings:
     `model_names` are the names that clients may use, the canonical one first; `revision` identifies the weights.
     `dtype` is "auto", "bf16", "fp16" or "fp32"; in `kv_precision` "auto" stands for that; `device` is "cpu" or
     "cuda". `kernels` is one of KERNELS, `weight_precision` one of WEIGHT_PRECISIONS; `native_dir` caches the native
-    kernels that were compiled (None: a folder of the user's).
+    kernels that were compiled (None: a folder of the user's); `checks_dir` remembers which models have passed their
+    check against transformers (None: it is done at every start).
     `kv_memory` is the KV pool in bytes *per rank* (the rank that holds most heads sets the block count). None: what
     weights and the largest step's buffers leave of `memory_fraction` of the device's memory, which is one rank's share
     of its GPU, or on a CPU of the machine's memory (of its cgroup limit where there is one).
@@ -49,6 +50,7 @@ class GroupSettings:
     kernels: str = "auto"
     weight_precision: str = "auto"
     native_dir: str | None = None
+    checks_dir: str | None = None
     block_size: int = 32
     kv_memory: int | None = None
     memory_fraction: float = 0.25

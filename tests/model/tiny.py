@@ -30,7 +30,7 @@ from transformers import (
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from kvstore.table import GONE
-from workers.models.spec import ModelSpec
+from workers.models.factory import read_spec
 from workers.native.library import load_library
 from workers.parallel import Communicator, join_store, open_store
 from workers.plan import Draw, Row, StepPlan
@@ -224,7 +224,7 @@ class Ranks:
         } | options
         if isinstance(settings["precision"], Precision):
             settings["precision"] = PrecisionMap.uniform(settings["precision"])
-        spec = ModelSpec.read(folder)
+        spec = read_spec(folder)
         self.world = world
         self.block_size: int = settings["block_size"]
         self.comms = connect(world)

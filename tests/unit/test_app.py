@@ -207,3 +207,20 @@ def test_kernels_are_compiled_while_ray_starts(
     monkeypatch.setattr(app, "built", refuse)
     app._compile_ahead(ClusterConfig.model_validate(keys))
     assert compiled.wait(5 if asked else 0.2) == bool(asked)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2: GraniteForCausalLM .* set tensor_parallel_size: 1"),
+        ({"weight_precision": "int8"}, "weight_precision int8: GraniteForCausalLM .* set weight_precision: auto"),
+        ({"kv_precision": {"layers": {"0-9": "int8"}}}, r"kv_precision\.layers\.0-9: the model has layers 0 to 1"),
+    ],
+)
+def test_a_model_that_transformers_computes_says_which_keys_it_cannot_have(
+    tmp_path: Path, keys: dict[str, object], said: str
+) -> None:
+    config = ClusterConfig(model=str(tmp_path), port=free_port(), **keys)  # type: ignore[arg-type]
+    folder = model(tmp_path, architectures=["GraniteForCausalLM"], model_type="granite")
+    with pytest.raises(ConfigError, match=said):
+        app.check(config, [folder])

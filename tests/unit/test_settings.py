@@ -99,7 +99,7 @@ def test_every_group_setting_comes_from_a_key(several: bool) -> None:
     settings = told(ClusterConfig.model_validate({**given, **PER_SERVICE}), model=int(several))
     wanted = PER_MODEL | PER_SERVICE
     assert {key: getattr(settings, key) for key in wanted} == wanted
-    untold = {"model_dir", "model_names", "revision", "device", "memory_fraction", "native_dir"}
+    untold = {"model_dir", "model_names", "revision", "device", "memory_fraction", "native_dir", "checks_dir"}
     assert untold | set(wanted) == set(GroupSettings.__slots__), "a field that no key reaches"
 
 
