@@ -1,4 +1,4 @@
-"""Where weights come from: the default model, a local folder, or a repository of the Hugging Face hub.
+"""Where weights come from: the default model, a local folder, a GGUF file, or a repository of the Hugging Face hub.
 
 `resolve` gives a folder with config.json, safetensors and tokenizer.json, or says what is missing. Whether the model's
 architecture is supported is not known here. As a program it prints the folder: `python -m deploy.catalog [MODEL]`.
@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 from deploy.config import DEFAULT_MODEL, Environment
-from deploy.wheelmodel import SMOLLM2, STAMP, ModelError, Progress, provide
+from deploy.ggufmodel import converted, find_gguf, provide_gguf
+from deploy.staging import STAMP, ModelError, Progress
+from deploy.wheelmodel import SMOLLM2, provide
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.json", "*.jinja", "*.safetensors"]
@@ -22,28 +24,50 @@ _INDEX = "model.safetensors.index.json"
 
 
 def resolve(model: str, revision: str | None, progress: Progress, environment: Environment | None = None) -> Path:
-    """The folder of `model`: a name known here, a path, or a hub id ("org/name", at `revision`).
+    """The folder of `model`: a name known here, a path to a folder or a GGUF file, or a hub id ("org/name", at
+    `revision`). A GGUF file is converted once, into the cache.
 
     Raises ModelError with what is missing and what to do.
     """
     local = Path(model).expanduser()
     if model == SMOLLM2.name and not revision:
         return provide(SMOLLM2, (environment or Environment.read()).cache, progress)
-    if local.is_dir() or not _HUB_ID.fullmatch(model):
+    if local.exists() or not _HUB_ID.fullmatch(model):
         if revision:
             raise ModelError(
                 f"revision {revision} is given, but {model} is no hub id; a revision goes with org/name only"
             )
+        if source := find_gguf(local):
+            return check_folder(provide_gguf(source, (environment or Environment.read()).cache, progress))
         if not local.is_dir():
-            raise ModelError(f"{model} is neither {SMOLLM2.name}, nor an existing folder, nor a hub id like org/name")
+            raise ModelError(
+                f"{model} is neither {SMOLLM2.name}, nor an existing folder, nor a hub id like org/name, "
+                "nor a .gguf file"
+            )
         return check_folder(local.resolve())
     return check_folder(_from_hub(model, revision, progress))
+
+
+def folder_here(model: str, environment: Environment) -> Path | None:
+    """The folder of `model` as far as it is on this machine outside the hub's cache; nothing is fetched or converted.
+    Raises ModelError for a path that cannot be meant."""
+    local = Path(model).expanduser()
+    if model == SMOLLM2.name:
+        return environment.cache / "models" / SMOLLM2.name
+    if source := find_gguf(local):
+        return converted(source, environment.cache)
+    return local if local.is_dir() else None
 
 
 def local_config(model: str, revision: str | None = None) -> Path | None:
     """The config.json of a local folder, a config.json itself, or that of a hub id as far as the hub's own cache has
     it. Nothing is downloaded. None when `model` is neither a path nor a hub id; ModelError says what is missing."""
     local = Path(model).expanduser()
+    if source := find_gguf(local):
+        folder = converted(source, Environment.read().cache)
+        if folder is None:
+            raise ModelError(f"{source} is not converted yet: `python -m deploy.catalog {source}` does it")
+        return folder / "config.json"
     if local.is_file():
         return local
     if local.is_dir():

@@ -143,11 +143,13 @@ class ModelSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names clients may use: `served_model_names`, else the model's own (a folder's last part)."""
+        """The names clients may use: `served_model_names`, else the model's own (the last part of a path)."""
         if self.served_model_names:
             return self.served_model_names
         is_path = self.model.startswith(("/", ".", "~"))
-        return (Path(self.model).expanduser().resolve().name if is_path else self.model,)
+        if not is_path:
+            return (self.model,)
+        return (Path(self.model).expanduser().resolve().name.removesuffix(".gguf"),)
 
     @property
     def model_ranks(self) -> int:

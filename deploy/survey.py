@@ -17,6 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from deploy import doctor
+from deploy.catalog import folder_here
 from deploy.cluster import Note, abandoned, connect_ray, notes
 from deploy.config import ClusterConfig, Environment
 from deploy.doctor import Finding, Need, Verdict
@@ -25,7 +26,7 @@ from deploy.house import strangers
 from deploy.inventory import Coordinator, Inventory, Orphan, Place, Rank
 from deploy.machine import physical_cores, port_fault
 from deploy.settings import native_folder
-from deploy.wheelmodel import SMOLLM2
+from deploy.staging import ModelError
 from workers.memory import machine_bytes
 from workers.native.build import NativeUnavailable, built
 from workers.native.processor import Processor
@@ -82,10 +83,10 @@ def _kernels(config: ClusterConfig, environment: Environment) -> Finding:
 
 def _needs(config: ClusterConfig, environment: Environment, cores: int) -> Iterator[Need]:
     for section in config.sections:
-        folder = environment.cache / "models" / SMOLLM2.name
-        if section.model != SMOLLM2.name:
-            folder = Path(section.model).expanduser()
-        files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+        folder = None
+        with suppress(ModelError):  # what cannot be meant is for `serve` to refuse
+            folder = folder_here(section.model, environment)
+        files = list(folder.glob("*.safetensors")) if folder else []
         yield Need(
             model=section.names[0],
             ranks=section.model_ranks,

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deploy.bench.client import ServerError
 from deploy.bench.prompts import PromptError
 from deploy.config import ConfigError
-from deploy.wheelmodel import ModelError
+from deploy.staging import ModelError
 
 Tick = Callable[[str, int, int], None]
 """Called with (what runs, how much of it is done, how much there is)."""

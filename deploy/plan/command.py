@@ -20,8 +20,8 @@ from deploy.plan.planner import KV_PRECISIONS, WEIGHT_BYTES, Ask, Hardware, Plan
 from deploy.plan.report import document, lines
 from deploy.plan.shapes import ModelShape
 from deploy.sizes import parse_size
+from deploy.staging import ModelError
 from deploy.terminal import out, said_plainly
-from deploy.wheelmodel import ModelError
 from workers.memory import machine_bytes
 
 _MIB = 2**20

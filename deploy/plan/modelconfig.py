@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
-from deploy.wheelmodel import ModelError
+from deploy.staging import ModelError
 
 Config = Mapping[str, Any]
 

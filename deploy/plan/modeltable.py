@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.plan.modelconfig import shape_of
 from deploy.plan.shapes import ModelShape
-from deploy.wheelmodel import ModelError
+from deploy.staging import ModelError
 
 _PREFIXES = ("meta-",)
 _SUFFIXES = ("-instruct", "-chat", "-it", "-hf", "-base")

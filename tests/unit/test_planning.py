@@ -14,7 +14,7 @@ from deploy.plan import command as planning
 from deploy.plan.command import hardware_of, shape_named
 from deploy.plan.modeltable import CONFIGS
 from deploy.plan.planner import PlanError
-from deploy.wheelmodel import ModelError
+from deploy.staging import ModelError
 
 runner = CliRunner()
 GPUS = ["--gpus", "8", "--gpu-memory", "80GiB"]
