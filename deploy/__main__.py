@@ -19,6 +19,7 @@ from deploy.catalog import resolve
 from deploy.config import ClusterConfig, ConfigError, load
 from deploy.console import Stages
 from deploy.house import strangers, tidegate_version
+from deploy.models import command as modelling
 from deploy.plan import command as planning
 from deploy.question import QUESTION, ask, next_steps
 from deploy.terminal import out, said_plainly
@@ -35,6 +36,7 @@ cli.add_typer(benchmarks.cli, name="bench")
 cli.command()(inspection.status)
 cli.command()(inspection.doctor)
 cli.command()(planning.plan)
+cli.command()(modelling.models)
 cli.command()(remodelling.upcycle)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")

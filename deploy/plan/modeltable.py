@@ -91,6 +91,19 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": _DEEPSEEK_V3,
 }
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 MODELS = tuple(CONFIGS)
 """The names."""
 
@@ -105,6 +118,14 @@ def find(model: str) -> ModelShape | None:
         return None
     shape = shape_of(CONFIGS[base], name)
     return shape.with_kv_heads(shape.q_heads if variant == "mha" else 1)
+
+
+def table_config(model: str) -> Mapping[str, Any]:
+    """The abbreviated config.json of a name of the table, with the architecture that its family has on hubs. KeyError
+    for another name."""
+    name = _plain(model)
+    config = CONFIGS[name if name in CONFIGS else name.rpartition("-")[0]]
+    return {"architectures": [_ARCHITECTURES[config["model_type"]]], **config}
 
 
 def unknown(model: str) -> ModelError:

@@ -76,57 +76,52 @@ class SelfCheck:
 
 @dataclass
 class _Sequence:
-    """`blocks` cover all its tokens; `done` of them are computed; `logits` are those of each token that was drawn."""
+    """`tables`, one per layer group, cover all its tokens; `done` of them are computed; `logits` are those of each
+    token that was drawn."""
 
     tokens: list[int]
     chunk: int
-    blocks: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     prompt: int
     done: int = 0
     logits: list[Tensor] = field(default_factory=list)
 
-    def row(self, groups: int) -> Row:
+    def row(self) -> Row:
         """Its next piece."""
         part = self.tokens[self.done : self.done + self.chunk]
         last = self.done + len(part) == len(self.tokens)
-        return Row(tuple(part), self.done, (self.blocks,) * groups, Draw() if last else None)
+        return Row(tuple(part), self.done, self.tables, Draw() if last else None)
 
 
 def check(model: GenericModel, spec: GenericSpec, kernels: Kernels, device: torch.device) -> None:
     """Raises Unsupported with what differed."""
     rng = random.Random(spec.vocab_size)
+    (layout,) = spec.layout(_BLOCK, PrecisionMap.uniform(_PRECISIONS[kernels.dtype]), 1)
     output = min(_OUTPUT, spec.context_length // 2)
     length = min(spec.context_length, max(_PROMPTS) + output)
-    size = -(-length // _BLOCK)
-    ids = rng.sample(range(size * len(_PROMPTS)), size * len(_PROMPTS))
+    groups, size = len(layout.groups), layout.blocks_for(length)
+    pool = KVPool(layout, len(_PROMPTS) * groups * size, device)
+    ids = rng.sample(range(pool.blocks), pool.blocks)
+    tables = [tuple(ids[start : start + size]) for start in range(0, pool.blocks, size)]
     sequences = [
         _Sequence(
             tokens=[rng.randrange(spec.vocab_size) for _ in range(min(count, length - output))],
             chunk=chunk,
-            blocks=tuple(ids[index * size : (index + 1) * size]),
+            tables=tuple(tables[index * groups : (index + 1) * groups]),
             prompt=min(count, length - output),
         )
         for index, (count, chunk) in enumerate(zip(_PROMPTS, _CHUNKS, strict=True))
     ]
-    _continue(sequences, output, model, spec, kernels, device)
+    _continue(sequences, output, model, kernels, pool)
     for sequence in sequences:
         _compare(sequence, model, spec, kernels.dtype, device)
 
 
-def _continue(
-    sequences: list[_Sequence],
-    output: int,
-    model: GenericModel,
-    spec: GenericSpec,
-    kernels: Kernels,
-    device: torch.device,
-) -> None:
-    """Compute all of them, with `output` tokens each, through a pool of their own."""
-    (layout,) = spec.layout(_BLOCK, PrecisionMap.uniform(_PRECISIONS[kernels.dtype]), 1)
-    pool = KVPool(layout, sum(len(sequence.blocks) for sequence in sequences), device)
-    backend, batcher, groups = kernels.attention(pool, model.rules), Batcher(_BLOCK, device), len(layout.groups)
+def _continue(sequences: list[_Sequence], output: int, model: GenericModel, kernels: Kernels, pool: KVPool) -> None:
+    """Compute all of them, with `output` tokens each."""
+    backend, batcher = kernels.attention(pool, model.rules), Batcher(_BLOCK, pool.device)
     while running := [sequence for sequence in sequences if len(sequence.logits) < output]:
-        rows = [sequence.row(groups) for sequence in running]
+        rows = [sequence.row() for sequence in running]
         batch = batcher.build(StepPlan(0, tuple(rows)))
         hidden = model.forward(batch, backend)
         logits = iter(model.logits(hidden.index_select(0, batch.sampled)) if batch.draws else ())
