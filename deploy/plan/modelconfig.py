@@ -7,7 +7,6 @@ planner knows is refused by name, never guessed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
 from deploy.staging import ModelError
+from workers.models.document import load_object
+from workers.models.rope import Unsupported
 
 Config = Mapping[str, Any]
 
@@ -101,11 +102,11 @@ _FAMILIES = {
 def read_shape(path: Path, name: str) -> ModelShape:
     """The shape in the config.json at `path`, called `name`. Raises ModelError."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object")
+        config = load_object(path)
+    except Unsupported as error:
+        raise ModelError(str(error)) from error
+    if config is None:
+        raise ModelError(f"{path} cannot be read: there is no such file")
     return shape_of(config, name)
 
 

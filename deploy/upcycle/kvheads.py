@@ -4,7 +4,6 @@ some checkpoints' KV heads cannot be pooled. Loads no torch, reads no weights, k
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from kvstore.layout import LayerKV, Precision
+from workers.models.document import load_object
+from workers.models.rope import Unsupported
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -166,11 +167,11 @@ class _Tensor:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UpcyclingError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UpcyclingError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UpcyclingError(f"{path} is not a JSON object")
+        content = load_object(path)
+    except Unsupported as error:
+        raise UpcyclingError(str(error)) from error
+    if content is None:
+        raise UpcyclingError(f"{path} cannot be read: there is no such file")
     return content
 
 

@@ -6,7 +6,6 @@ maths, a weight format. How a family spells its fields is the business of worker
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
 from kvstore.precisions import PrecisionMap
+from workers.models.document import load_object
 from workers.models.parts import PLAIN, NormKind, Residual, TensorNames
 from workers.models.rope import Rope, Unsupported
 
@@ -81,10 +81,10 @@ class ModelSpec:
     @classmethod
     def read(cls, folder: Path) -> ModelSpec:
         """The spec of a Hugging Face model folder; raises Unsupported with the name of what stands in the way."""
-        config = _load(folder / "config.json")
+        config = load_object(folder / "config.json")
         if config is None:
             raise Unsupported(f"{folder} has no config.json: not a model folder")
-        return cls.parse(config, _load(folder / "generation_config.json") or {})
+        return cls.parse(config, load_object(folder / "generation_config.json") or {})
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -117,15 +117,3 @@ class ModelSpec:
             )
             for shard in self.shards(ranks)
         )
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Unsupported(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise Unsupported(f"{path} is not a JSON object")
-    return content
