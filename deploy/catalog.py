@@ -63,6 +63,8 @@ def local_config(model: str, revision: str | None = None) -> Path | None:
     """The config.json of a local folder, a config.json itself, or that of a hub id as far as the hub's own cache has
     it. Nothing is downloaded. None when `model` is neither a path nor a hub id; ModelError says what is missing."""
     local = Path(model).expanduser()
+    if (local / "config.json").is_file():
+        return local / "config.json"
     if source := find_gguf(local):
         folder = converted(source, Environment.read().cache)
         if folder is None:
@@ -71,9 +73,7 @@ def local_config(model: str, revision: str | None = None) -> Path | None:
     if local.is_file():
         return local
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ModelError(f"{local} has no config.json: not a model folder")
-        return local / "config.json"
+        raise ModelError(f"{local} has no config.json: not a model folder")
     if not _HUB_ID.fullmatch(model):
         return None
     from huggingface_hub import try_to_load_from_cache

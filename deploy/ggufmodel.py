@@ -23,11 +23,11 @@ _MOST = 64
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` names, or that is the only one in the folder `path`, where no config.json stands beside
+    """The GGUF file that `path` names, or that is the only one in the folder `path`, where no safetensors lie beside
     it. None for another path. Raises ModelError for several, and for one part of several."""
     if path.is_file():
         found = [path] if path.suffix == _SUFFIX else []
-    elif path.is_dir() and not any((path / name).exists() for name in ("config.json", "model.safetensors")):
+    elif path.is_dir() and not any(path.glob("*.safetensors")):
         found = sorted(path.glob(f"*{_SUFFIX}"))
     else:
         return None

@@ -81,6 +81,8 @@ def test_greedy_tokens_with_chunks_and_a_warm_prefix_cache(models: Models, name:
         max_num_batched_tokens=16,
         max_num_seqs=8,
         threads=1,
+        revision="r1",
+        checks_dir=str(folder / "checks"),
     )
     prompts = [tuple(prompt(count, seed=count)) for count in (33, 20, 5)]
     with LocalGroup(settings, 64) as group:
@@ -88,6 +90,7 @@ def test_greedy_tokens_with_chunks_and_a_warm_prefix_cache(models: Models, name:
             requests = [Request(f"{turn}{index}", tokens, Sampling(12), b"ns") for index, tokens in enumerate(prompts)]
             for index, tokens in group_outputs(group, requests).items():
                 assert_greedy(model, prompts[int(index[1:])], tokens)
+        assert len(list((folder / "checks").iterdir())) == 1, "what was checked is remembered"
         windowed = any(each.window for each in group.ranks[0].runner.layout.groups)
         assert group.report().cached_tokens >= (8 if windowed else 32 + 16)
 
@@ -239,6 +242,17 @@ def test_a_model_that_answers_otherwise_through_the_pool_is_refused(
     checked(folder, selfcheck.SelfCheck())
     with pytest.raises(Unsupported, match=r"StableLmForCausalLM cannot be served: through the paged KV cache .* token"):
         checked(folder, selfcheck.SelfCheck(), change)
+
+
+def test_an_error_of_the_models_own_code_refuses_it_too(models: Models) -> None:
+    def break_it(model: GenericModel) -> None:
+        def fail(module: Any, inputs: tuple[Any, ...]) -> None:
+            raise RuntimeError("shapes that do not fit")
+
+        model._decoder.layers[1].register_forward_pre_hook(fail)
+
+    with pytest.raises(Unsupported, match=r"StableLmForCausalLM cannot be served: its check .*shapes that do not fit"):
+        checked(models["stablelm"][0], selfcheck.SelfCheck(), break_it)
 
 
 def test_a_passed_check_is_remembered_and_a_failed_one_is_not(models: Models, tmp_path: Path) -> None:

@@ -60,7 +60,13 @@ class SelfCheck:
         path = self._path(facts)
         if path is not None and path.is_file():
             return
-        check(model, spec, kernels, device)
+        try:
+            check(model, spec, kernels, device)
+        except Unsupported:
+            raise
+        except Exception as error:  # whatever foreign code does with a packed step
+            why = f"its check against the plain model failed: {error!r}"
+            raise Unsupported(f"{spec.architecture} cannot be served: {why}") from error
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}.partial")

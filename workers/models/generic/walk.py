@@ -1,6 +1,6 @@
 """describe: what a decoder of transformers asks of attention, found out by running it without weights.
 
-The model is built on torch's meta device, where tensors have shapes and no values, and three tokens are sent through
+The model is built on torch's meta device, where tensors have shapes and no values, and a few tokens are sent through
 it. Each layer's call of the attention interface tells heads, sizes, scale and soft-cap; the rule of the mask that it is
 called with tells its window. Whatever else is asked of attention, and layers that ask nothing, are refused by name.
 As a program it prints the spec as JSON: `python -m workers.models.generic.walk FOLDER`.
@@ -28,7 +28,8 @@ from workers.models.generic.spec import GenericSpec, LayerAttention
 from workers.models.identity import ModelIdentity
 from workers.models.rope import Unsupported
 
-_TOKENS = 3
+_TOKENS = 64
+"""So many that what is made of several earlier tokens, as a compressed cache is, would show."""
 _FAR = 2**20
 """A position beyond every window that is not as good as none."""
 _STATES = ("mamba", "recurrent", "rglru", "rwkv", "xlstm", "mlstm", "deltanet", "shortconv", "lightning")
@@ -153,7 +154,7 @@ def describe(folder: Path) -> GenericSpec:
         architecture=name,
         vocab_size=identity.vocab_size,
         hidden_size=hidden,
-        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        intermediate_size=_columns(config) or 4 * hidden,
         q_heads=first.q_heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
@@ -231,6 +232,12 @@ def _count(config: Any, walk: _Walk) -> int:
     """How many layers the model ought to have."""
     count = getattr(config, "num_hidden_layers", None)
     return int(count) if isinstance(count, int) else len(walk.seen)
+
+
+def _columns(config: Any) -> int:
+    """The widest MLP's, 0 where that is not said."""
+    given = getattr(config, "intermediate_size", None) or 0
+    return max(map(int, given)) if isinstance(given, list | tuple) else int(given)
 
 
 def _uniform(name: str, walk: _Walk, count: int) -> tuple[_Seen, ...]:
