@@ -1,6 +1,6 @@
 """describe: what a decoder of transformers asks of attention, found out by running it without weights.
 
-The model is built on torch's meta device, where tensors have shapes and no values, and a few tokens are sent through
+The model is built on torch's meta device, where tensors have shapes and no values, and many tokens are sent through
 it. Each layer's call of the attention interface tells heads, sizes, scale and soft-cap; the rule of the mask that it is
 called with tells its window. Whatever else is asked of attention, and layers that ask nothing, are refused by name.
 As a program it prints the spec as JSON: `python -m workers.models.generic.walk FOLDER`.
@@ -28,8 +28,8 @@ from workers.models.generic.spec import GenericSpec, LayerAttention
 from workers.models.identity import ModelIdentity
 from workers.models.rope import Unsupported
 
-_TOKENS = 64
-"""So many that what is made of several earlier tokens, as a compressed cache is, would show."""
+_TOKENS = 16_384
+"""So many that what changes with the length of a context, such as compressed or sparse attention, would show."""
 _FAR = 2**20
 """A position beyond every window that is not as good as none."""
 _STATES = ("mamba", "recurrent", "rglru", "rwkv", "xlstm", "mlstm", "deltanet", "shortconv", "lightning")
@@ -146,7 +146,7 @@ def describe(folder: Path) -> GenericSpec:
     config = _config(folder, identity.architecture)
     name = identity.architecture
     model = _build(name, config)
-    walk = _walk(name, model)
+    walk = _walk(name, model, min(_TOKENS, identity.context_length))
     seen = _uniform(name, walk, _count(config, walk))
     first = seen[0]
     hidden = int(model.get_input_embeddings().weight.shape[-1])
@@ -197,11 +197,11 @@ def _build(name: str, config: Any) -> Any:
     return model.eval()
 
 
-def _walk(name: str, model: Any) -> _Walk:
+def _walk(name: str, model: Any, length: int) -> _Walk:
     walk = _Walk(name)
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     # A given mask of ones keeps transformers from looking at positions for packed rows, which have no values here.
-    ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")
+    ones = torch.ones(1, length, dtype=torch.bool, device="meta")
     try:
         with torch.no_grad(), attending(walk.attend, walk.mask):
             model(input_ids=tokens, attention_mask=ones, position_ids=_positions(name, model, tokens), use_cache=False)
