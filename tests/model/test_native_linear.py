@@ -179,7 +179,7 @@ def test_a_model_is_as_close_as_transformers_in_bf16(tmp_path: Path, family: str
     ends = [sum(chunks[: index + 1]) - 1 for index in range(len(chunks))]
     exact = oracle(model, tokens)[ends]
     for world in (1, 3):
-        options = {"dtype": "bf16", "precision": Precision.BF16, "block_size": 16, "let_go": False}
+        options = {"dtype": "bf16", "precision": Precision.BF16, "block_size": 16}
         ranks = Ranks(tmp_path, world, kernels="native", **options)
         got = ranks.walk(tokens, chunks, tables(64, [10])[0])
         ranks.close()

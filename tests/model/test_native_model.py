@@ -69,7 +69,6 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         "block_size": BLOCK,
         "precision": PrecisionMap.parse(precision),
         "dtype": "bf16",
-        "let_go": False,
     }
     return lambda: Ranks(tmp_path, wish=Wish("native", weights), **options)
 
@@ -109,9 +108,7 @@ def test_a_copied_block_and_nan_in_every_other_change_no_bit(made: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_native_kernels_stay_close_to_transformers(tmp_path: Path, family: str, world: int) -> None:
     model = save_model(FAMILIES[family], tmp_path)
-    ranks = Ranks(
-        tmp_path, world, block_size=BLOCK, precision=Precision.BF16, dtype="bf16", kernels="native", let_go=False
-    )
+    ranks = Ranks(tmp_path, world, block_size=BLOCK, precision=Precision.BF16, dtype="bf16", kernels="native")
     tokens = prompt(60)
     # Twice, so that recorded calls are replayed: over one rank, a step of the same size runs from the tape.
     got = [ranks.walk(tokens, [40, 17, 1, 1, 1], tables(64, [4], seed=seed)[0]) for seed in (1, 2)]

@@ -206,7 +206,7 @@ class Ranks:
     """`world` runners over the model in `folder`, driven in lockstep by hand-made plans.
 
     Plans are made as for a model with one layer group and `blocks` blocks: where there are more, each group gets as
-    many blocks of its own, and those before a group's window are gone unless `let_go` is False.
+    many blocks of its own, and those before a group's window are gone.
     """
 
     def __init__(
@@ -216,7 +216,6 @@ class Ranks:
         *,
         blocks: int = 64,
         kernels: str = "auto",
-        let_go: bool = True,
         **options: Any,
     ) -> None:
         settings: dict[str, Any] = {
@@ -236,7 +235,6 @@ class Ranks:
         self.runners = in_threads(world, lambda rank: Runner(folder, spec, comm=self.comms[rank], **settings))
         self._groups = self.runners[0].layout.groups
         self._blocks = blocks
-        self._let_go = let_go
         for runner in self.runners:
             runner.allocate(blocks * len(self._groups))
 
@@ -260,7 +258,7 @@ class Ranks:
     def _table(self, row: Row, group: int) -> tuple[int, ...]:
         """The row's blocks in layer group `group`."""
         window = self._groups[group].window
-        gone = 0 if window is None or not self._let_go else max(0, row.start - window + 1) // self.block_size
+        gone = 0 if window is None else max(0, row.start - window + 1) // self.block_size
         blocks = [block + group * self._blocks for block in row.tables[0]]
         return tuple([GONE] * gone + blocks[gone:])
 

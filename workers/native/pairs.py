@@ -56,7 +56,7 @@ def _part(key: Precision, value: Precision) -> Part:
 def layout_fault(layout: KVLayout) -> str:
     """Why native attention cannot work on pages of `layout`; empty when it can."""
     for layer in layout.layers:
-        if len({vector.elements for vector in layer.vectors}) != 1 or len(layer.vectors) != 2:
+        if layer.joint:
             return "MLA's latents are read by torch alone"
         keys, values = (vector.precision for vector in layer.vectors)
         for precision in (keys, values):
