@@ -174,6 +174,7 @@ def test_quantised_weights_are_unpacked_to_bf16_and_text_is_split_as_the_file_sa
     assert (folder / "chat_template.jinja").is_file() or "chat_template" in settings
 
 
+@pytest.mark.slow
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path, model: Any, environment: Environment) -> None:
     holder = tmp_path / "holder"
     holder.mkdir()
@@ -220,6 +221,7 @@ def test_a_part_and_a_file_that_is_none_are_told(tmp_path: Path, environment: En
         resolve(str(torn), "main", quiet, environment)
 
 
+@pytest.mark.slow
 def test_the_doctor_weighs_a_converted_file_and_its_name_is_without_the_ending(
     tmp_path: Path, model: Any, environment: Environment
 ) -> None:
