@@ -54,7 +54,7 @@ def _spread(spread: Spread | None) -> list[str]:
 def status_tables(found: Mapping[str, Any]) -> list[Table]:
     """Groups, ranks, models and waiting lines of a coordinator's status."""
     groups = found.get("groups", [])
-    return [_groups_table(groups), _ranks_table(groups), _models_table(found), line_table(found)]
+    return [_groups_table(groups), _ranks_table(groups), _kv_table(groups), _models_table(found), line_table(found)]
 
 
 def plain_table(title: str, *columns: str) -> Table:
@@ -89,15 +89,22 @@ def _groups_table(groups: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ranks_table(groups: Sequence[Mapping[str, Any]]) -> Table:
-    """Each rank's process, device, threads, pool, and what that keeps of a token."""
-    head = ("group", "rank", "pid", "node", "device", "threads", "kernels", "KV pool", "block", "keys and values")
-    table = plain_table("Ranks", *head)
-    table.columns[-1].justify = "left"
+    """Each rank's process, device, threads and pool."""
+    table = plain_table("Ranks", "group", "rank", "pid", "node", "device", "threads", "kernels", "KV pool")
     for group in groups:
         for rank in group["ranks"]:
             facts = (rank[key] for key in ("rank", "pid", "node", "device", "threads", "kernel"))
-            sizes = (format_size(rank["pool_bytes"]), f"{rank['block_bytes']:,} B")
-            table.add_row(group["group"], *map(str, facts), *sizes, rank["kv"])
+            table.add_row(group["group"], *map(str, facts), format_size(rank["pool_bytes"]))
+    return table
+
+
+def _kv_table(groups: Sequence[Mapping[str, Any]]) -> Table:
+    """What each rank's pool keeps of a token."""
+    table = plain_table("KV cache", "group", "rank", "a block", "a token's keys and values")
+    table.columns[-1].justify = "left"
+    for group in groups:
+        for rank in group["ranks"]:
+            table.add_row(group["group"], str(rank["rank"]), f"{rank['block_bytes']:,} B", rank["kv"])
     return table
 
 
