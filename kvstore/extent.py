@@ -41,6 +41,11 @@ class Extent:
             growing, reached = growing - 1, cap
         return (reached + blocks // growing) * self.block_size if growing else UNBOUNDED
 
+    def cached_tokens(self, blocks: int) -> int:
+        """Tokens that so many cached blocks of one sequence are about: what a window lets go of stays cached for its
+        time, so every group has as many."""
+        return blocks // len(self.windows) * self.block_size
+
     def first_seen(self, window: int | None, computed: int) -> int:
         """Index of the first block that a token at position `computed` or later sees."""
         return 0 if window is None else max(0, computed - window + 1) // self.block_size

@@ -172,7 +172,7 @@ class Coordinator:
             for name, group in self._view.groups.items():
                 blocks, seconds = group.chains.cached(namespace, now)
                 if blocks:
-                    copies.append(SessionCopy(name, blocks, blocks * group.card.block_size, seconds))
+                    copies.append(SessionCopy(name, blocks, group.card.extent.cached_tokens(blocks), seconds))
         return tuple(copies)
 
     def status(self, now: float) -> dict[str, object]:

@@ -97,7 +97,7 @@ def _cached(group: GroupView, ask: Ask, share: float, now: float) -> float:
     """What the group has told of this namespace, else a guess: `share` of the prompt."""
     blocks, _ = group.chains.cached(ask.namespace, now)
     guess = share * ask.prompt_tokens
-    return min(guess, blocks * group.card.block_size) if blocks and share == 1.0 else guess
+    return min(guess, group.card.extent.cached_tokens(blocks)) if blocks and share == 1.0 else guess
 
 
 def _worth(group: GroupView, tokens: float) -> float:

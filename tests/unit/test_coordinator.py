@@ -234,6 +234,15 @@ def test_incarnations_that_a_request_saw_die_are_avoided_even_if_there_is_no_oth
     assert placed(coordinator, shunning, 1.0).epoch == 2
 
 
+def test_cached_blocks_of_several_layer_groups_are_the_same_tokens(coordinator: Coordinator) -> None:
+    """Two groups, one of them with a window: each has its blocks of every token that is cached."""
+    epoch = coordinator.join(card("w", windows=(None, 40)), 0.0)
+    coordinator.report(report(epoch, group="w", sessions=((b"x", 6, 100.0),)), 0.0)
+    coordinator.report(report(sessions=((b"x", 6, 100.0),)), 0.0)
+    size = card().block_size
+    assert {copy.group: copy.tokens for copy in coordinator.session((b"x",), 0.0)} == {"a": 6 * size, "w": 3 * size}
+
+
 def test_cached_sessions_are_seen_until_they_expire(coordinator: Coordinator) -> None:
     coordinator.report(report(sessions=((b"x", 4, 10.0), (b"y", 2, 100.0))), 0.0)
     assert coordinator.groups(0.0)[0].sessions == 2
