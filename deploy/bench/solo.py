@@ -49,20 +49,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How kernels compute: the formats of the linears and of the rest, as `Measured.operations` names them, and bytes
-    per weight of layers and logits."""
+    """How kernels compute: the formats of the linears and of the rest, as `Measured.operations` names them, and the
+    bytes of a weight."""
 
     linear: str
     other: str
-    layer_item: int
-    head_item: int
+    item: int
 
     @classmethod
     def of(cls, kernels: str) -> Format:
         """From the kernels' name: "native-avx512bf16", "native-avx2-int8", "onednn-fp32", …"""
         computed = "bf16" if "bf16" in kernels else "fp32"
         item = 4 if kernels.endswith("fp32") else 2
-        return cls("int8", computed, 1, item) if kernels.endswith("int8") else cls(computed, computed, item, item)
+        return cls("int8", computed, 1) if kernels.endswith("int8") else cls(computed, computed, item)
 
     def peaks(self, before: Measured, after: Measured) -> Peaks:
         """The mean of what was measured before and behind. A format without instructions of its own is computed in
@@ -131,7 +130,7 @@ def run(job: Job) -> dict[str, Any]:
     rank.allocate(facts.blocks)
     engine = rank.make_engine(facts.blocks, CLIENT)
     form, spec = Format.of(facts.kernel), ModelSpec.read(Path(settings.model_dir))
-    shape = Shape.of(spec, rank.runner.layout, layer_item=form.layer_item, head_item=form.head_item)
+    shape = Shape.of(spec, rank.runner.layout, item=form.item)
     meter = run_errand(lambda: PeakMeter(_library(settings.native_dir)))
     watch = engine.recorder = StepWatch(shape)
     rng = random.Random(job.seed)

@@ -15,7 +15,7 @@ from workers.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`linear` operations of the layers' linears, `other` ones of attention and the logits, `moved` bytes."""
+    """`linear` operations of the linears, those of logits too, `other` ones of attention, `moved` bytes."""
 
     linear: float
     other: float
@@ -36,16 +36,16 @@ class Shape:
     token_bytes: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: KVLayout, *, layer_item: float, head_item: float) -> Shape:
-        """Of a whole model on one rank; `layer_item` and `head_item` are bytes per weight of layers and logits. Raises
-        ValueError for a model with experts or MLA, whose steps are made of other things."""
+    def of(cls, spec: ModelSpec, layout: KVLayout, *, item: float) -> Shape:
+        """Of a whole model on one rank; `item` is the bytes of a weight. Raises ValueError for a model with experts or
+        MLA, whose steps are made of other things."""
         if spec.experts or spec.latent:
             raise ValueError(f"a roofline of {spec.architecture} cannot be drawn: it has experts or MLA")
         wide = spec.head_dim * (2 * spec.q_heads + 2 * spec.kv_heads)
         layers = spec.layers * spec.hidden_size * (wide + (2 + spec.gated) * spec.intermediate_size)
         head = spec.vocab_size * spec.hidden_size
         pairs = 4 * spec.layers * spec.q_heads * spec.head_dim
-        return cls(layers, head, layers * layer_item, head * head_item, pairs, layout.token_bytes)
+        return cls(layers, head, layers * item, head * item, pairs, layout.token_bytes)
 
     def work(self, plan: StepPlan) -> Work:
         """A plan's rows; what it copies and zeroes is left out."""
@@ -53,8 +53,8 @@ class Shape:
         pairs = sum(_pairs(row.start, len(row.tokens)) for row in plan.rows)
         kept = sum(row.start + 2 * len(row.tokens) for row in plan.rows)  # read once, and written where new
         return Work(
-            linear=2.0 * self.layer_weights * plan.tokens,
-            other=2.0 * self.head_weights * drawn + float(self.pair_operations * pairs),
+            linear=2.0 * (self.layer_weights * plan.tokens + self.head_weights * drawn),
+            other=float(self.pair_operations * pairs),
             moved=self.layer_bytes + (self.head_bytes if drawn else 0.0) + float(self.token_bytes * kept),
         )
 

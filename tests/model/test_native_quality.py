@@ -73,7 +73,7 @@ def test_bf16_is_closer_to_fp32_than_transformers_bf16(smollm2: Path, tokens: li
 def test_int8_weights_stay_close_to_fp32(smollm2: Path, tokens: list[int], exact: Tensor, precision: Precision) -> None:
     found = distributions(smollm2, tokens, NativeKernels(load_library(), "int8"), precision)
     assert divergence(exact, found) < 0.012
-    assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.93
+    assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("written", ["fp8_e4m3", {"k": "int8", "v": "int4"}], ids=str)

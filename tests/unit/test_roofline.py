@@ -33,17 +33,17 @@ SMOLLM2 = {
 DRAW = Draw()
 
 
-def shape(layer_item: float = 2, head_item: float = 2) -> Shape:
+def shape(item: float = 2) -> Shape:
     spec = ModelSpec.parse(SMOLLM2)
     layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
-    return Shape.of(spec, layout, layer_item=layer_item, head_item=head_item)
+    return Shape.of(spec, layout, item=item)
 
 
 def test_models_whose_steps_are_made_of_other_things_have_no_roofline() -> None:
     moe = SMOLLM2 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM cannot be drawn"):
-        Shape.of(ModelSpec.parse(moe), layout, layer_item=2, head_item=2)
+        Shape.of(ModelSpec.parse(moe), layout, item=2)
 
 
 def row(start: int, count: int, draw: Draw | None = DRAW) -> Row:
@@ -58,18 +58,18 @@ def test_weights_are_counted_as_the_model_has_them() -> None:
     assert found.head_weights == 28_311_552
     assert found.token_bytes == 23_040
     assert (found.layer_bytes, found.head_bytes) == (2 * found.layer_weights, 2 * found.head_weights)
-    assert shape(layer_item=1).layer_bytes == found.layer_weights
+    assert (shape(item=1).layer_bytes, shape(item=1).head_bytes) == (found.layer_weights, found.head_weights)
 
 
 def test_a_decode_step_reads_the_weights_once_whatever_its_rows() -> None:
     found = shape()
     one, eight = (found.work(StepPlan(0, (row(160, 1),) * rows)) for rows in (1, 8))
-    assert one.linear == 2 * found.layer_weights and eight.linear == 8 * one.linear
+    assert one.linear == 2 * (found.layer_weights + found.head_weights) and eight.linear == 8 * one.linear
     assert eight.other == 8 * one.other
     context = 23_040 * (161 + 1)  # 161 read, the new one written
     assert one.moved == found.layer_bytes + found.head_bytes + context
     assert eight.moved == one.moved + 7 * context
-    assert one.other == 2 * found.head_weights + 4 * 30 * 9 * 64 * 161
+    assert one.other == 4 * 30 * 9 * 64 * 161
 
 
 def test_a_chunk_whose_logits_nobody_needs_does_without_the_head() -> None:
