@@ -104,12 +104,12 @@ def test_without_rounding_sums_are_exact_to_fp32(library: Library) -> None:
     assert (got - x.double() @ weight.double().T).abs().max() < 2e-4
 
 
-def test_the_linear_of_the_logits_keeps_bf16(library: Library) -> None:
+def test_a_routers_linear_keeps_bf16(library: Library) -> None:
     weight, x = numbers(60, 64), numbers(3, 64, seed=1)
     exact = NativeKernels(library).linear(weight, None, slot="logits", wide=True)(x)
     int8 = NativeKernels(library, "int8")
-    assert torch.equal(int8.linear(weight, None, slot="logits", wide=True)(x), exact)
-    assert not torch.equal(int8.linear(weight, None, slot="partial", wide=True)(x), exact)
+    assert torch.equal(int8.router(weight)(x), exact)
+    assert not torch.equal(int8.linear(weight, None, slot="logits", wide=True)(x), exact)
 
 
 @pytest.mark.parametrize("activation", Activation)
