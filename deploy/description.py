@@ -15,6 +15,7 @@ from deploy.house import ROOT
 from workers.models.document import load_object
 from workers.models.generic.spec import GenericSpec
 from workers.models.identity import ModelIdentity, is_native
+from workers.models.reading import read_native
 from workers.models.spec import ModelSpec, Unsupported
 
 _WALK = "workers.models.generic.walk"
@@ -26,7 +27,7 @@ def described(folder: Path) -> ModelSpec | GenericSpec:
     """The spec of the model in `folder`; seconds for one that is not native. Raises Unsupported with the reason."""
     config = load_object(folder / "config.json")
     if config is None or is_native(config):
-        return ModelSpec.read(folder)
+        return read_native(folder)
     ModelIdentity.read(folder)  # what is refused by its name alone is refused at once
     environment = child_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     command = [sys.executable, "-m", _WALK, str(folder)]

@@ -21,7 +21,7 @@ from deploy.bench.peaks import Measured, PeakMeter
 from deploy.bench.stepwork import Peaks, Shape, Work
 from workers.engine import Engine
 from workers.errand import run_errand
-from workers.models.spec import ModelSpec
+from workers.models.reading import read_native
 from workers.native.library import Library, NativeUnavailable, load_library
 from workers.plan import StepPlan, StepResult
 from workers.rank import Rank
@@ -129,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
     facts = rank.load(None, HOST)
     rank.allocate(facts.blocks)
     engine = rank.make_engine(facts.blocks, CLIENT)
-    form, spec = Format.of(facts.kernel), ModelSpec.read(Path(settings.model_dir))
+    form, spec = Format.of(facts.kernel), read_native(Path(settings.model_dir))
     shape = Shape.of(spec, rank.runner.layout, item=form.item)
     meter = run_errand(lambda: PeakMeter(_library(settings.native_dir)))
     watch = engine.recorder = StepWatch(shape)

@@ -22,6 +22,7 @@ from kvstore.precisions import PrecisionMap, Stored
 from workers.models.document import load_object
 from workers.models.generic.spec import GenericSpec
 from workers.models.identity import architecture, is_native
+from workers.models.reading import parse_native
 from workers.models.spec import ModelSpec, Unsupported
 
 NATIVE, GENERIC, REFUSED = "native", "generic", "refused"
@@ -96,7 +97,7 @@ def card_of(model: str, precision: PrecisionMap, revision: str | None = None) ->
 def _parsed(config: Mapping[str, Any]) -> Spec | str:
     """What the ranks would make of a config of the table, or why they would not."""
     try:
-        return ModelSpec.parse(config)
+        return parse_native(config)
     except Unsupported as error:
         return f"{error}; whether transformers' modules can do it shows where its config.json is here"
 
@@ -106,7 +107,7 @@ def _read(path: Path, config: Mapping[str, Any]) -> Spec | str:
         if path.name == "config.json":
             return described(path.parent)
         if is_native(config):
-            return ModelSpec.parse(config)
+            return parse_native(config)
     except ValueError as error:
         return str(error)
     return f"{path.name} is not named config.json, by which transformers would look for it"

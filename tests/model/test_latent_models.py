@@ -21,7 +21,7 @@ from tests.model.mixtures import YARN
 from tests.model.test_goldens import generate
 from tests.model.test_weights import blockwise
 from tests.model.tiny import FAMILIES, Ranks, oracle, prompt, row, save_model, tables
-from workers.models.spec import ModelSpec
+from workers.models.reading import read_native
 from workers.sequence import Request, Sampling
 from workers.settings import GroupSettings
 
@@ -171,7 +171,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, models:
 def test_the_planner_counts_the_pool_s_bytes(models: dict[str, tuple[Path, Any]], name: str, precision: str) -> None:
     folder, _ = models[name]
     planned = layouts(read_shape(folder / "config.json", name), 16, precision, 3)
-    assert planned == ModelSpec.read(folder).layout(16, PrecisionMap.parse(precision), 3)
+    assert planned == read_native(folder).layout(16, PrecisionMap.parse(precision), 3)
     ranks = Ranks(folder, 3, precision=Precision.parse(precision), block_size=16, blocks=7)
     for runner, layout in zip(ranks.runners, planned, strict=True):
         assert runner.pool is not None

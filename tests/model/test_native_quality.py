@@ -16,7 +16,7 @@ from workers.kernels import Kernels
 from workers.kvpool import KVPool
 from workers.layers import TorchKernels
 from workers.models.decoder import Decoder
-from workers.models.spec import ModelSpec
+from workers.models.reading import read_native
 from workers.native.kernels import NativeKernels
 from workers.native.library import load_library
 from workers.parallel import Communicator
@@ -42,7 +42,7 @@ def exact(smollm2: Path, tokens: list[int]) -> Tensor:
 
 def distributions(folder: Path, tokens: list[int], kernels: Kernels, precision: Precision | PrecisionMap) -> Tensor:
     """Log-probabilities [len(tokens), vocab] of what follows each token, all in one chunk."""
-    spec, device = ModelSpec.read(folder), torch.device("cpu")
+    spec, device = read_native(folder), torch.device("cpu")
     blocks = -(-len(tokens) // BLOCK)
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         model = Decoder(spec, checkpoint, comm=Communicator.alone(), kernels=kernels, dtype="bf16", device=device)

@@ -20,7 +20,7 @@ from deploy.upcycle import upcycling
 from deploy.upcycle.kvheads import INDEX, POOLABLE, KVHeads, UpcyclingError
 from deploy.upcycle.upcycling import pool, pooled, spread, upcycle
 from tests.model.tiny import FAMILIES, Ranks, oracle, prompt, save_model
-from workers.models.spec import ModelSpec
+from workers.models.reading import read_native
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -156,7 +156,7 @@ def test_grouped_heads_are_pooled_further(tmp_path: Path) -> None:
 def test_our_own_model_code_agrees_with_transformers(tmp_path: Path, family: str, target: int) -> None:
     save_model(FAMILIES[family], tmp_path / "before")
     upcycle(tmp_path / "before", target, tmp_path / "after")
-    assert ModelSpec.read(tmp_path / "after").kv_heads == target
+    assert read_native(tmp_path / "after").kv_heads == target
     tokens, ranks = prompt(20), Ranks(tmp_path / "after")
     got = ranks.walk(tokens, [12, 1, 7], (4, 2, 0, 1, 3))
     ranks.close()

@@ -11,7 +11,7 @@ from deploy.config import ClusterConfig
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from tests.ray.stage import PATIENCE_S, Stage, write_tiny_model
-from workers.models.spec import ModelSpec
+from workers.models.reading import read_native
 
 BUDGET = 8 * 2**20
 MAPS = {
@@ -45,7 +45,7 @@ def test_the_same_memory_holds_more_tokens_at_a_lower_precision(all_maps: Stage,
     assert ratio["int8"] >= 1.88 and ratio["fp8"] >= 1.88
     assert ratio["int4"] >= 3.4 and ratio["recommended"] >= 2.3
     assert 1.25 < ratio["layered"] < ratio["int8"]
-    spec = ModelSpec.read(model)
+    spec = read_native(model)
     for name, kv in MAPS.items():
         (layout,) = spec.layout(16, PrecisionMap.parse(kv).settle(Precision.BF16), 1)
         (rank,) = groups[name]["ranks"]

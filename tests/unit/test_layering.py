@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -98,25 +99,16 @@ def path_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def is_typing_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def imports(tree: ast.AST, *, only_loaded: bool) -> set[str]:
-    """Modules that `tree` imports; with `only_loaded`, without what only a function or a type checker would import."""
+def imports(tree: ast.AST) -> set[str]:
+    """Modules that `tree` imports, be it as it is loaded, in a function, or for a type checker alone."""
     found: set[str] = set()
-    pending = list(ast.iter_child_nodes(tree))
-    while pending:
-        node = pending.pop()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             found.add(node.module or "")
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif only_loaded and (is_typing_only(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            continue
-        pending += ast.iter_child_nodes(node)
     return found
 
 
@@ -139,7 +131,7 @@ def violations(path: Path, source: str) -> list[str]:
     """Imports of `source`, standing at `path`, that go up."""
     layer = LAYERS.index(path.relative_to(ROOT).parts[0])
     higher = set(LAYERS[layer + 1 :])
-    return sorted(top(imports(ast.parse(source), only_loaded=False)) & higher)
+    return sorted(top(imports(ast.parse(source))) & higher)
 
 
 def test_calls_go_down() -> None:
@@ -154,23 +146,42 @@ def test_an_import_that_goes_up_is_seen(planted: str) -> None:
     assert violations(ROOT / "workers" / "x.py", planted)
 
 
-def test_no_ring_of_imports() -> None:
-    names = {name_of(path): path for path in sources()}
+def ringed(modules: Mapping[str, ast.Module]) -> set[str]:
+    """Those of `modules` that import each other in a ring, or stand on one. An import inside a function counts: it may
+    put off loading something heavy, but not hide that two files need each other."""
     graph = {
-        name: {module for module in imports(tree_of(path), only_loaded=True) if module in names and module != name}
-        for name, path in names.items()
+        # A package's own parts may be imported by it.
+        name: {other for other in imports(tree) & set(modules) if other != name and not other.startswith(f"{name}.")}
+        for name, tree in modules.items()
     }
-    for name in graph:  # a package's own parts may be imported by it
-        graph[name] = {other for other in graph[name] if not other.startswith(f"{name}.")}
     done: set[str] = set()
     while ready := {name for name in graph if name not in done and graph[name] <= done}:
         done |= ready
-    assert not set(graph) - done, f"these import each other in a ring, or stand on one: {sorted(set(graph) - done)}"
+    return set(graph) - done
+
+
+def test_no_ring_of_imports() -> None:
+    assert not ringed({name_of(path): tree_of(path) for path in sources()})
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from workers import a",
+        "def f():\n from workers.a import g",
+        "class C:\n async def f(self):\n  import workers.a",
+        "if TYPE_CHECKING:\n from workers.a import g",
+    ],
+)
+def test_a_ring_is_seen_however_late_it_closes(planted: str) -> None:
+    above = {"workers.a": ast.parse("from workers import b"), "workers.c": ast.parse("def f():\n import workers.a")}
+    assert ringed(above | {"workers.b": ast.parse(planted)}) == {"workers.a", "workers.b", "workers.c"}
+    assert not ringed(above | {"workers.b": ast.parse("def f():\n import torch")})
 
 
 @pytest.mark.parametrize("module", PURE)
 def test_a_pure_file_loads_neither_torch_nor_ray_and_reads_no_clock(module: str) -> None:
-    loaded = top(imports(tree_of(path_of(module)), only_loaded=False))
+    loaded = top(imports(tree_of(path_of(module))))
     assert not loaded & (HEAVY | CLOCKS)
 
 

@@ -14,7 +14,7 @@ from deploy.models.command import spelled
 from deploy.plan.modeltable import CONFIGS, MODELS, table_config
 from kvstore.precisions import PrecisionMap
 from workers.models.configs.families import FAMILIES
-from workers.models.spec import ModelSpec
+from workers.models.reading import parse_native
 
 runner = CliRunner()
 
@@ -64,7 +64,7 @@ def test_a_map_of_precisions_by_layer() -> None:
     inner, outer = sorted(found["layers"], key=lambda part: part["key"], reverse=True)
     assert outer["indices"] == [0, 1, 2, 77, 78, 79] and (inner["key"], inner["value"]) == ("int8", "int4")
     precision = PrecisionMap.parse({"default": {"k": "int8", "v": "int4"}, "layers": {"0-2": "fp16", "-3-": "fp16"}})
-    (layout,) = ModelSpec.parse(table_config("llama-3-70b")).layout(32, precision, 1)
+    (layout,) = parse_native(table_config("llama-3-70b")).layout(32, precision, 1)
     assert found["token_bytes"] == layout.token_bytes
 
 

@@ -22,7 +22,7 @@ from deploy.plan.planner import (
 from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
-from workers.models.spec import ModelSpec
+from workers.models.reading import parse_native
 
 GIB = 2**30
 EIGHT = Hardware("gpu", 8, 80 * GIB, 0.9)
@@ -191,7 +191,7 @@ def test_weights_counted_from_shapes(name: str, elements: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_the_served_models_pages_are_those_of_its_ranks(ranks: int, precision: Precision) -> None:
-    spec = ModelSpec.parse({"architectures": ["LlamaForCausalLM"], **CONFIGS["smollm2-135m"]})
+    spec = parse_native({"architectures": ["LlamaForCausalLM"], **CONFIGS["smollm2-135m"]})
     assert layouts(shape("smollm2-135m"), 32, precision.label, ranks) == spec.layout(
         32, PrecisionMap.uniform(precision), ranks
     )
@@ -202,7 +202,7 @@ def test_the_pool_of_the_served_model_to_the_byte(ranks: int) -> None:
     budget = 72 * 2**20 + 12_345
     ask = Ask(256, 1, ranks=ranks, kv_memory=budget)
     plan = Plan(shape("smollm2-135m"), Hardware("cpu", 1, 24 * GIB, 0.25), ask)
-    spec = ModelSpec.parse({"architectures": ["LlamaForCausalLM"], **CONFIGS["smollm2-135m"]})
+    spec = parse_native({"architectures": ["LlamaForCausalLM"], **CONFIGS["smollm2-135m"]})
     live = spec.layout(32, PrecisionMap.uniform(Precision.BF16), ranks)
     blocks = min(layout.blocks_in(budget) for layout in live)
     assert plan.pool_blocks == blocks

@@ -15,7 +15,7 @@ from deploy.bench.client import ServerError
 from deploy.bench.standings import Range
 from deploy.bench.stepwork import Peaks, Shape, Work
 from kvstore.layout import KVLayout, LayerKV, Precision
-from workers.models.spec import ModelSpec
+from workers.models.reading import parse_native
 from workers.plan import Draw, Row, StepPlan
 from workers.settings import GroupSettings
 
@@ -34,7 +34,7 @@ DRAW = Draw()
 
 
 def shape(item: float = 2) -> Shape:
-    spec = ModelSpec.parse(SMOLLM2)
+    spec = parse_native(SMOLLM2)
     layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
     return Shape.of(spec, layout, item=item)
 
@@ -43,7 +43,7 @@ def test_models_whose_steps_are_made_of_other_things_have_no_roofline() -> None:
     moe = SMOLLM2 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     layout = KVLayout(32, (LayerKV.pair(3, 64, Precision.BF16),) * 30)
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM cannot be drawn"):
-        Shape.of(ModelSpec.parse(moe), layout, item=2)
+        Shape.of(parse_native(moe), layout, item=2)
 
 
 def row(start: int, count: int, draw: Draw | None = DRAW) -> Row:

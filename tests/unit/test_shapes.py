@@ -9,8 +9,9 @@ import pytest
 
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
+from workers.models.reading import parse_native
 from workers.models.shapes import LatentShape, Routing, Scoring
-from workers.models.spec import ModelSpec, Unsupported
+from workers.models.spec import Unsupported
 
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -117,7 +118,7 @@ QWEN3 = MOE | {
 
 
 def test_deepseek_v3_as_published() -> None:
-    spec = ModelSpec.parse(V3)
+    spec = parse_native(V3)
     assert spec.latent == LatentShape(512, 64, 128, 128, 1536, interleaved=True)
     assert (spec.head_dim, spec.value_dim, spec.rotary_dim, spec.context_length) == (192, 128, 64, 163_840)
     assert spec.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
@@ -130,28 +131,28 @@ def test_deepseek_v3_as_published() -> None:
 
 
 def test_deepseek_v2_as_published() -> None:
-    spec = ModelSpec.parse(V2)
+    spec = parse_native(V2)
     assert spec.experts is not None
     assert spec.experts.routing == Routing(6, Scoring.SOFTMAX, False, 16.0, 8, 3, 1)
     assert (spec.experts.shared, spec.unused_layers) == (3072, 0)
-    greedy = ModelSpec.parse(V2 | {"topk_method": "greedy", "q_lora_rank": None, "moe_layer_freq": 2})
+    greedy = parse_native(V2 | {"topk_method": "greedy", "q_lora_rank": None, "moe_layer_freq": 2})
     assert greedy.experts is not None and greedy.experts.routing.groups == 1
     assert greedy.experts.sparse[:6] == (False, False, True, False, True, False)
     assert greedy.latent is not None and greedy.latent.q_rank is None
-    assert ModelSpec.parse(V2 | {"n_routed_experts": None}).experts is None
+    assert parse_native(V2 | {"n_routed_experts": None}).experts is None
 
 
 def test_minicpm3_as_published() -> None:
-    spec = ModelSpec.parse(MINICPM3)
+    spec = parse_native(MINICPM3)
     assert spec.latent == LatentShape(256, 32, 64, 64, 768, interleaved=False)
     assert (spec.embedding_scale, spec.final_scale, spec.tie_embeddings) == (12, 0.1, True)
     assert spec.branch_scale == pytest.approx(1.4 / 62**0.5)
-    neutral = ModelSpec.parse(MINICPM3 | {"scale_depth": None, "dim_model_base": None, "scale_emb": 1})
+    neutral = parse_native(MINICPM3 | {"scale_depth": None, "dim_model_base": None, "scale_emb": 1})
     assert (neutral.branch_scale, neutral.final_scale, neutral.embedding_scale) == (1, 1, 1)
 
 
 def test_every_rank_keeps_the_whole_latent_and_its_rotated_part_stays_in_16_bits() -> None:
-    spec = ModelSpec.parse(V3)
+    spec = parse_native(V3)
     for label, size in {"bf16": 1152, "int8": 512 + 4 + 128, "int4": 256 + 4 + 128, "fp32": 2304}.items():
         layouts = spec.layout(64, PrecisionMap.parse({"k": label, "v": "bf16"}), 3)
         assert [layout.token_bytes for layout in layouts] == [61 * size] * 3
@@ -161,15 +162,15 @@ def test_every_rank_keeps_the_whole_latent_and_its_rotated_part_stays_in_16_bits
 
 
 def test_experts_of_mixtral_and_qwen() -> None:
-    mixtral, qwen = ModelSpec.parse(MIXTRAL), ModelSpec.parse(QWEN3)
+    mixtral, qwen = parse_native(MIXTRAL), parse_native(QWEN3)
     assert mixtral.experts is not None and qwen.experts is not None
     assert (mixtral.experts.columns, mixtral.experts.routing) == (14_336, Routing(2))
     assert mixtral.rope is not None and mixtral.rope.theta == 1e6
     assert (qwen.experts.columns, qwen.experts.routing, qwen.qk_norm) == (768, Routing(8), True)
-    some = ModelSpec.parse(QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False})
+    some = parse_native(QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False})
     assert some.experts is not None and not some.experts.routing.normalised
     assert [layer for layer in range(8) if some.is_sparse(layer)] == [1, 5, 7]
-    windowed = ModelSpec.parse(MIXTRAL | {"sliding_window": 4096})
+    windowed = parse_native(MIXTRAL | {"sliding_window": 4096})
     assert windowed.windows == (4096,) * 8
 
 
@@ -203,4 +204,4 @@ ADVICE = r"is not supported; use the model in bf16"
 )
 def test_what_would_be_served_wrong_is_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(Unsupported, match=named):
-        ModelSpec.parse(config)
+        parse_native(config)

@@ -12,7 +12,8 @@ import pytest
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
 from workers.models.parts import Residual
-from workers.models.spec import ModelSpec, Unsupported
+from workers.models.reading import parse_native, read_native
+from workers.models.spec import Unsupported
 
 BF16 = PrecisionMap.uniform(Precision.BF16)
 
@@ -74,7 +75,7 @@ FALCON = {
 
 
 def test_fields_of_a_llama() -> None:
-    spec = ModelSpec.parse(LLAMA, {"eos_token_id": [2, 7]})
+    spec = parse_native(LLAMA, {"eos_token_id": [2, 7]})
     assert (spec.q_heads, spec.kv_heads, spec.head_dim, spec.layers) == (9, 3, 64, 30)
     assert (spec.norm_eps, spec.tie_embeddings, spec.dtype) == (1e-5, True, "bfloat16")
     assert (spec.eos_ids, spec.bos_id) == ((2, 7), 1)
@@ -95,14 +96,14 @@ def test_fields_of_a_llama() -> None:
 def test_families_differ_in_biases_norms_and_head_dim(
     config: dict[str, Any], biases: tuple[bool, bool, bool], qk_norm: bool, head_dim: int
 ) -> None:
-    spec = ModelSpec.parse(config)
+    spec = parse_native(config)
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == biases
     assert spec.qk_norm is qk_norm
     assert spec.head_dim == head_dim
 
 
 def test_a_gemma_has_windows_caps_and_ropes_of_its_own() -> None:
-    two, three = ModelSpec.parse(GEMMA2), ModelSpec.parse(GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    two, three = parse_native(GEMMA2), parse_native(GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}})
     assert two.windows == (4096, None) * 13 and three.windows[:7] == (1024,) * 5 + (None, 1024)
     assert (two.softcap, two.logit_softcap, two.scale) == (50.0, 30.0, 1 / 16)
     assert (three.softcap, three.logit_softcap, three.scale) == (None, None, 168**-0.5)
@@ -114,7 +115,7 @@ def test_a_gemma_has_windows_caps_and_ropes_of_its_own() -> None:
 
 def test_longrope_is_served_up_to_its_original_length() -> None:
     rope = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    spec = ModelSpec.parse(PHI3 | {"rope_scaling": rope, "original_max_position_embeddings": 4096})
+    spec = parse_native(PHI3 | {"rope_scaling": rope, "original_max_position_embeddings": 4096})
     assert spec.context_length == 4096
     assert spec.ropes[0].attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
     assert spec.windows[0] == 2047
@@ -130,18 +131,18 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
     ],
 )
 def test_falcon_in_its_layouts(changes: dict[str, Any], kv_heads: int, residual: Residual) -> None:
-    spec = ModelSpec.parse(FALCON | changes)
+    spec = parse_native(FALCON | changes)
     assert (spec.kv_heads, spec.residual, spec.gated, spec.tie_embeddings) == (kv_heads, residual, False, True)
 
 
 def test_older_names_of_a_neox() -> None:
-    spec = ModelSpec.parse(NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500})
+    spec = parse_native(NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500})
     assert (spec.ropes[0].share, spec.ropes[0].theta, spec.ropes[0].rotated(64)) == (0.5, 500.0, 32)
-    assert ModelSpec.parse(NEOX).ropes[0].rotated(64) == 16
+    assert parse_native(NEOX).ropes[0].rotated(64) == 16
 
 
 def test_layout_gives_the_table_s_bytes_and_splits_heads_unevenly() -> None:
-    spec = ModelSpec.parse(LLAMA)
+    spec = parse_native(LLAMA)
     assert spec.layout(16, BF16, 1)[0].token_bytes == 23_040
     assert [layout.token_bytes for layout in spec.layout(16, BF16, 2)] == [15_360, 7_680]
     assert [layout.layers[0].heads for layout in spec.layout(16, BF16, 9)] == [1] * 9
@@ -161,7 +162,7 @@ def test_every_spelling_of_a_rope_means_the_same(kind: str) -> None:
         bare | {"rope_parameters": {"rope_type": kind, "rope_theta": 100000.0} | SCALED},
         bare | {"rope_parameters": {"full_attention": {"rope_type": kind, "rope_theta": 100000.0} | SCALED}},
     ]
-    ropes = {ModelSpec.parse(config).rope for config in spellings}
+    ropes = {parse_native(config).rope for config in spellings}
     assert len(ropes) == 1
     rope = ropes.pop()
     assert (rope.kind, rope.theta, rope.factor) == (kind, 100000.0, 8.0)
@@ -182,7 +183,7 @@ def test_every_spelling_of_a_rope_means_the_same(kind: str) -> None:
     ],
 )
 def test_context_reaches_as_far_as_the_rope_stretches_it(rope: dict[str, Any] | None, reach: int) -> None:
-    assert ModelSpec.parse(LLAMA | {"rope_scaling": rope}).context_length == reach
+    assert parse_native(LLAMA | {"rope_scaling": rope}).context_length == reach
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_context_reaches_as_far_as_the_rope_stretches_it(rope: dict[str, Any] | 
     ],
 )
 def test_a_window_that_is_off_or_reaches_everything_is_none(config: dict[str, Any]) -> None:
-    assert ModelSpec.parse(config).windows == (None,) * 30
+    assert parse_native(config).windows == (None,) * 30
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_a_window_that_is_off_or_reaches_everything_is_none(config: dict[str, An
     ],
 )
 def test_windows_are_those_of_each_layer(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    spec = ModelSpec.parse(config)
+    spec = parse_native(config)
     assert spec.windows == windows
     assert tuple(layer.window for layer in spec.layout(16, BF16, 1)[0].layers) == windows
 
@@ -257,16 +258,16 @@ def test_windows_are_those_of_each_layer(config: dict[str, Any], windows: tuple[
 )
 def test_what_would_be_served_wrong_is_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(Unsupported, match=named):
-        ModelSpec.parse(config)
+        parse_native(config)
 
 
 def test_read_takes_both_files_and_explains_a_folder_without_them(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"config\.json"):
-        ModelSpec.read(tmp_path)
+        read_native(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelSpec.read(tmp_path).eos_ids == (2,)
+    assert read_native(tmp_path).eos_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    assert ModelSpec.read(tmp_path).eos_ids == (2, 3)
+    assert read_native(tmp_path).eos_ids == (2, 3)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Unsupported, match="not JSON"):
-        ModelSpec.read(tmp_path)
+        read_native(tmp_path)

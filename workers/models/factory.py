@@ -18,6 +18,7 @@ from workers.models.decoder import Decoder
 from workers.models.document import load_object
 from workers.models.generic.spec import GenericSpec
 from workers.models.identity import is_native
+from workers.models.reading import read_native
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
 from workers.weights import Checkpoint
@@ -49,8 +50,10 @@ def read_spec(folder: Path) -> Spec:
     """The spec of the model in `folder`; seconds for one that is not native. Raises Unsupported."""
     config = load_object(folder / "config.json")
     if config is None or is_native(config):
-        return ModelSpec.read(folder)
-    return GenericSpec.read(folder)
+        return read_native(folder)
+    from workers.models.generic.walk import describe  # loads transformers, which takes seconds
+
+    return describe(folder)
 
 
 def load_model(

@@ -1,6 +1,6 @@
 """ModelIdentity: what whoever speaks to a model's clients must know of it, from config.json alone and without torch.
 
-Native models are read by ModelSpec; of any other this takes the few fields that every decoder of transformers has, and
+Native models are read by reading.py; of any other this takes the few fields that every decoder of transformers has, and
 knows nothing of what it computes.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from workers.models.configs.families import FAMILIES
 from workers.models.document import load_object
+from workers.models.reading import parse_native
 from workers.models.refusals import refusal
-from workers.models.spec import ModelSpec, Unsupported
+from workers.models.spec import Unsupported
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 _BATCH_ROPES = ("dynamic", "longrope", "su")
@@ -42,7 +43,7 @@ class ModelIdentity:
             raise Unsupported(f"{folder} has no config.json: not a model folder")
         generation = load_object(folder / "generation_config.json") or {}
         if is_native(config):
-            spec = ModelSpec.parse(config, generation)
+            spec = parse_native(config, generation)
             return cls(
                 spec.architecture, True, spec.vocab_size, spec.context_length, spec.eos_ids, spec.bos_id, spec.dtype
             )

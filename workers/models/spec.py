@@ -1,19 +1,15 @@
-"""ModelSpec: the shape of a model, read from the config.json of its folder. No torch, no weights.
+"""ModelSpec: the shape of a native model. No torch, no weights.
 
-What it does not know is refused by name, never served wrong: an architecture, a config field that would change the
-maths, a weight format. How a family spells its fields is the business of workers/models/configs.
+A shape that the decoder cannot compute is refused by name, never served wrong. It knows no config.json: how a family
+spells its fields is the business of workers/models/configs, and workers/models/reading.py is who reads one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
 from kvstore.precisions import PrecisionMap, Stored
-from workers.models.document import load_object
 from workers.models.parts import PLAIN, NormKind, Residual, TensorNames
 from workers.models.rope import Rope, Unsupported
 from workers.models.shapes import ExpertShape, LatentShape
@@ -89,21 +85,6 @@ class ModelSpec:
         for rope in (self.rope, self.local_rope):
             if rope is not None:
                 rope.check(self.rotary_dim)
-
-    @classmethod
-    def read(cls, folder: Path) -> ModelSpec:
-        """The spec of a Hugging Face model folder; raises Unsupported with the name of what stands in the way."""
-        config = load_object(folder / "config.json")
-        if config is None:
-            raise Unsupported(f"{folder} has no config.json: not a model folder")
-        return cls.parse(config, load_object(folder / "generation_config.json") or {})
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-        """The spec of a parsed config.json (and generation_config.json); raises Unsupported."""
-        from workers.models.configs.families import spec_of  # which makes specs, and so imports this file
-
-        return spec_of(config, generation or {})
 
     @property
     def rotary_dim(self) -> int:

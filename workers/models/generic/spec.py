@@ -1,12 +1,11 @@
 """GenericSpec: the shape of a decoder that transformers' own modules compute. Knows sizes, windows and scales, not how
-they were found out: that is walk.py's affair, which loads transformers, and is asked only when a model is read.
+they were found out: that is walk.py's affair, which loads transformers and stands above this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
@@ -43,14 +42,6 @@ class GenericSpec:
     bos_id: int | None
     dtype: str
     ropes: tuple[str, ...]
-
-    @classmethod
-    def read(cls, folder: Path) -> GenericSpec:
-        """The spec of a Hugging Face model folder, without its weights. Loads transformers, which takes seconds. Raises
-        Unsupported with what stands in the way."""
-        from workers.models.generic.walk import describe
-
-        return describe(folder)
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> GenericSpec:

@@ -141,7 +141,7 @@ def _visible(rule: Callable[..., Any], pairs: list[tuple[int, int]]) -> list[boo
 
 
 def describe(folder: Path) -> GenericSpec:
-    """The spec of the model in `folder`; raises Unsupported."""
+    """The spec of the model in `folder`, without its weights; raises Unsupported with what stands in the way."""
     identity = ModelIdentity.read(folder)
     config = _config(folder, identity.architecture)
     name = identity.architecture
