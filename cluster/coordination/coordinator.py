@@ -73,7 +73,7 @@ class Coordinator:
         if ended is not None:
             for entry in ended:
                 self._view.forget_later(entry, now)
-                self._drained(group, entry, now)
+                self._drained(entry, now)
             self._climb(group, report, now)
             if group.listed:
                 self._view.touch(group, now)
@@ -134,7 +134,7 @@ class Coordinator:
             entry = self._view.close(outcome.grant, now)
             if entry is not None:
                 self._learn(entry.ask, outcome.output_tokens)
-                self._drained(group, entry, now)
+                self._drained(entry, now)
                 self._dispatch.offer(group)
         self._dispatch.serve(now)
 
@@ -221,9 +221,9 @@ class Coordinator:
             experience = self._dispatch.model(ask.model).experience
             experience.learn(ask.share.tenant, output_tokens, ask.max_tokens)
 
-    def _drained(self, group: GroupView, entry: OpenGrant, now: float) -> None:
-        drain = self._dispatch.model(entry.ask.model).drain
-        drain.add(entry.grant.blocks * group.card.block_size, now)
+    def _drained(self, entry: OpenGrant, now: float) -> None:
+        # In the line's tokens, because those who wait are told by them: blocks of a token differ with layer groups.
+        self._dispatch.model(entry.ask.model).drain.add(entry.cost, now)
 
     def _climb(self, group: GroupView, report: GroupReport, now: float) -> None:
         total = max(1, report.pool.total)

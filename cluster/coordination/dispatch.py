@@ -242,7 +242,8 @@ class Dispatch:
         grant = Grant(name, ask.request, ask.attempt, card.group, group.epoch, card.address, blocks, term)
         # What a group has taken is known with its next report only.
         until = now + max(term, 2 * self._view.beat_s)
-        self._view.open(group, OpenGrant(grant, ask, until, over=overbooked(group, ask, blocks)), now)
+        over = overbooked(group, ask, blocks)
+        self._view.open(group, OpenGrant(grant, ask, ask.prompt_tokens + output, until, over=over), now)
         self.placement.affinity.remember(ask.affinity, group.incarnation, now)
         return grant
 

@@ -32,7 +32,7 @@ class Drain:
         self._began_at = 0.0
 
     def add(self, tokens: int, now: float) -> None:
-        """Room for `tokens` was given back at `now`."""
+        """Room for `tokens`, prompt and expected output as a line counts them, was given back at `now`."""
         if self._drained_at is None:
             self._began_at = now
         self._drained = self._remaining(now) + tokens

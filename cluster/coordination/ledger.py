@@ -24,13 +24,15 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class OpenGrant:
-    """`seen`: the group has told that it took the grant. `withdrawn`: its owner wants no more of it, so that it stays
+    """`cost` is what a line counts its request as: tokens, prompt and expected output.
+    `seen`: the group has told that it took the grant. `withdrawn`: its owner wants no more of it, so that it stays
     void even while its request still runs; an expired one that turns out to run is a good grant again. `over` are the
     blocks that it was given though they were committed to batch work, which must make way for it. `guest`: it lives in
     the room that is kept for guests."""
 
     grant: Grant
     ask: Ask
+    cost: int
     expires_at: float
     stage: Stage = Stage.ISSUED
     seen: bool = False

@@ -201,6 +201,20 @@ def test_the_time_to_wait_follows_the_measured_drain_and_never_exceeds_a_minute(
     assert all(wait is not None and wait <= 60.0 for wait in waits)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, None), (None, 40), (40,), (20, 40)])
+def test_what_drains_is_as_many_tokens_whatever_blocks_its_layer_groups_hold(windows: tuple[int | None, ...]) -> None:
+    coordinator = Coordinator(terms(requests=1))
+    wide = card(windows=windows, blocks=400, max_num_seqs=1, max_num_batched_tokens=4096, max_model_len=2048)
+    coordinator.join(wide, 0.0)
+    ended, _ = (placed(coordinator, ask(f"{number}", prompt=100, most=20)) for number in range(2))
+    queued(coordinator, ask("next", prompt=100, most=20))
+    coordinator.settle([outcome(ended)], 1.0)
+    assert Listener(coordinator).granted(1.0) == ["next"]
+    assert queued(coordinator, ask("later", prompt=100, most=20), 1.0).wait_s == pytest.approx(1.0), "120 tokens in 1 s"
+    wait = refused(coordinator, ask("large", prompt=1180, most=20), 1.0).retry_after
+    assert wait is not None and 8.0 <= wait <= 12.0, "1200 tokens at that rate, spread by a fifth"
+
+
 def test_two_models_have_lines_of_their_own() -> None:
     coordinator = Coordinator(terms(requests=1))
     coordinator.join(card("a"), 0.0)
