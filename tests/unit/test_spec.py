@@ -83,6 +83,33 @@ def test_fields_of_a_llama() -> None:
     assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
 
 
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, GEMMA3, PHI3, GPT2, NEOX, FALCON])
+def test_every_family_takes_ids_of_both_files_and_the_dtype_by_either_name(config: dict[str, Any]) -> None:
+    said = {"eos_token_id": [5, 7], "bos_token_id": 3, "torch_dtype": "torch.float16"}
+    spec = parse_native(config | said, {"eos_token_id": [7, 9]})
+    assert (spec.eos_ids, spec.bos_id, spec.dtype) == ((5, 7, 9), 3, "float16")
+    assert parse_native(config | said | {"dtype": "bfloat16"}).dtype == "bfloat16"
+    silent = parse_native({field: value for field, value in config.items() if field not in said})
+    assert (silent.eos_ids, silent.bos_id, silent.dtype) == ((), None, "float32")
+
+
+@pytest.mark.parametrize("config", [LLAMA, PHI3, NEOX], ids=["llama", "phi3", "neox"])
+@pytest.mark.parametrize(
+    ("field", "attribute"),
+    [
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("intermediate_size", "intermediate_size"),
+        ("num_hidden_layers", "layers"),
+        ("num_attention_heads", "q_heads"),
+    ],
+)
+def test_a_size_is_what_its_field_says_and_has_no_default(config: dict[str, Any], field: str, attribute: str) -> None:
+    assert getattr(parse_native(config), attribute) == config[field]
+    with pytest.raises(Unsupported, match=f"{field} must be an integer of at least 1, got None"):
+        parse_native({name: value for name, value in config.items() if name != field})
+
+
 @pytest.mark.parametrize(
     ("config", "biases", "qk_norm", "head_dim"),
     [

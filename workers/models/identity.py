@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.configs.families import FAMILIES
+from workers.models.configs.fields import Fields
 from workers.models.document import load_object
 from workers.models.reading import parse_native
 from workers.models.refusals import refusal
@@ -65,9 +66,7 @@ class ModelIdentity:
             native=False,
             vocab_size=_first(name, config, ("vocab_size",)),
             context_length=_context(name, config),
-            eos_ids=_ids(config, generation),
-            bos_id=config.get("bos_token_id"),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+            **Fields(config, generation).stated(),
         )
 
 
@@ -100,13 +99,3 @@ def _first(name: str, config: Mapping[str, Any], fields: tuple[str, ...]) -> int
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             return value
     raise Unsupported(f"config.json of {name} lacks {' or '.join(fields)}, a whole number of at least 1")
-
-
-def _ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    for source in (config, generation):
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is not None:
-                found[int(item)] = None
-    return tuple(found)

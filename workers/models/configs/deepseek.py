@@ -77,8 +77,8 @@ def _spec(
     eps: float = 1e-6,
 ) -> ModelSpec:
     fields.refuse()
-    heads, layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
-    fields.expect("num_key_value_heads", None, heads)
+    sizes = fields.sizes()
+    fields.expect("num_key_value_heads", None, sizes["q_heads"])
     positions = fields.integer("max_position_embeddings", positions)
     rope = Rope.parse(fields.config, positions)
     bias = fields.flag("attention_bias")
@@ -93,21 +93,15 @@ def _spec(
     )
     return ModelSpec(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        layers=layers,
-        q_heads=heads,
+        **sizes,
         kv_heads=1,
         head_dim=latent.query,
         context_length=rope.reach(positions),
         scale=latent.query**-0.5 * rope.score_factor,
-        windows=(None,) * layers,
+        windows=(None,) * sizes["layers"],
         norm_eps=fields.number("rms_norm_eps", eps),
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
-        eos_ids=fields.eos_ids(),
-        bos_id=fields.bos_id(),
-        dtype=fields.dtype(),
+        **fields.stated(),
         output_bias=bias,
         rope=rope,
         activation=fields.activation("hidden_act", "silu", ("silu", "swish")),

@@ -31,9 +31,8 @@ def falcon(fields: Fields, architecture: str) -> ModelSpec:
     fields.refuse()
     positions = fields.integer("max_position_embeddings", 2048)
     rope = Rope.parse(fields.config, positions)
-    hidden, heads, layers = (
-        fields.integer(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers, head_dim = fields.integer("num_hidden_layers"), hidden // heads
     residual = _residual(fields)
     names = replace(_NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp") if residual is Residual.PARALLEL else _NAMES
     bias = fields.flag("bias")
@@ -45,15 +44,13 @@ def falcon(fields: Fields, architecture: str) -> ModelSpec:
         layers=layers,
         q_heads=heads,
         kv_heads=_kv_heads(fields, heads),
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         context_length=rope.reach(positions),
-        scale=(hidden // heads) ** -0.5,
+        scale=head_dim**-0.5,
         windows=every(None, layers, positions),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
-        eos_ids=fields.eos_ids(),
-        bos_id=fields.bos_id(),
-        dtype=fields.dtype(),
+        **fields.stated(),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,

@@ -6,7 +6,7 @@ A value of the wrong kind, or one that would change the maths in a way that nobo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from workers.models.rope import Unsupported
 
@@ -42,6 +42,25 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Fields that would change the maths → the values that do not."""
 
 
+class Sizes(TypedDict):
+    """In elements, as ModelSpec takes them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    q_heads: int
+
+
+class Stated(TypedDict):
+    """What every family spells alike, as ModelSpec takes it: ids of both files together, and the checkpoint's own dtype
+    as torch names it without the prefix."""
+
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    dtype: str
+
+
 class Fields:
     """`config` and `generation` as parsed; every method raises Unsupported for a value that cannot be."""
 
@@ -64,6 +83,25 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise Unsupported(f"config field {field} must be a number above 0, got {value!r}")
         return float(value)
+
+    def sizes(self) -> Sizes:
+        """Of a family that uses the usual names and has no defaults for them."""
+        return Sizes(
+            vocab_size=self.integer("vocab_size"),
+            hidden_size=self.integer("hidden_size"),
+            intermediate_size=self.integer("intermediate_size"),
+            layers=self.integer("num_hidden_layers"),
+            q_heads=self.integer("num_attention_heads"),
+        )
+
+    def stated(self) -> Stated:
+        """Where nothing is said: no ids, and float32."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        return Stated(
+            eos_ids=self._eos_ids(),
+            bos_id=self.config.get("bos_token_id"),
+            dtype=str(named).removeprefix("torch."),
+        )
 
     def cap(self, field: str, default: float | None) -> float | None:
         """A soft-cap: None for null and 0, `default` only where the field is absent."""
@@ -114,7 +152,7 @@ class Fields:
         if field in self.config and self.config[field] not in neutral:
             raise Unsupported(f"config field {field} = {self.config[field]!r} is not supported")
 
-    def eos_ids(self) -> tuple[int, ...]:
+    def _eos_ids(self) -> tuple[int, ...]:
         """Those of both files, each once, in order."""
         found: dict[int, None] = {}
         for source in (self.config, self._generation):
@@ -123,15 +161,6 @@ class Fields:
                 if item is not None:
                     found[int(item)] = None
         return tuple(found)
-
-    def bos_id(self) -> int | None:
-        """None where the model has none."""
-        found: int | None = self.config.get("bos_token_id")
-        return found
-
-    def dtype(self) -> str:
-        """The checkpoint's own, as torch names it."""
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def every(window: int | None, layers: int, reach: int) -> tuple[int | None, ...]:

@@ -101,16 +101,12 @@ def _spec(
     positions = fields.integer("max_position_embeddings", positions)
     rope = Rope.parse({"rope_theta": theta, **fields.config}, positions)
     fields.refuse(*known)
-    layers, reach = fields.integer("num_hidden_layers"), rope.reach(positions)
-    hidden, q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", head_dim or hidden // q_heads)
+    sizes, reach = fields.sizes(), rope.reach(positions)
+    layers, q_heads = sizes["layers"], sizes["q_heads"]
+    head_dim = fields.integer("head_dim", head_dim or sizes["hidden_size"] // q_heads)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        layers=layers,
-        q_heads=q_heads,
+        **sizes,
         kv_heads=fields.integer("num_key_value_heads", q_heads),
         head_dim=head_dim,
         context_length=reach,
@@ -118,9 +114,7 @@ def _spec(
         windows=_typed(fields, window, layers, reach) if typed else every(window, layers, reach),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        eos_ids=fields.eos_ids(),
-        bos_id=fields.bos_id(),
-        dtype=fields.dtype(),
+        **fields.stated(),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,

@@ -32,27 +32,20 @@ def gpt_neox(fields: Fields, architecture: str) -> ModelSpec:
     } | dict(fields.config)
     positions = fields.integer("max_position_embeddings", 2048)
     rope = Rope.parse(config, positions, partial=True)
-    hidden, heads, layers = (
-        fields.integer(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    sizes = fields.sizes()
+    head_dim = sizes["hidden_size"] // sizes["q_heads"]
     bias = fields.flag("attention_bias", True)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        layers=layers,
-        q_heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
+        **sizes,
+        kv_heads=sizes["q_heads"],
+        head_dim=head_dim,
         context_length=rope.reach(positions),
-        scale=(hidden // heads) ** -0.5,
-        windows=every(None, layers, positions),
+        scale=head_dim**-0.5,
+        windows=every(None, sizes["layers"], positions),
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        eos_ids=fields.eos_ids(),
-        bos_id=fields.bos_id(),
-        dtype=fields.dtype(),
+        **fields.stated(),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=True,

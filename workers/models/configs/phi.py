@@ -20,25 +20,19 @@ def phi3(fields: Fields, architecture: str) -> ModelSpec:
     fields.refuse()
     positions = fields.integer("max_position_embeddings", 4096)
     rope = Rope.parse(_config(fields.config), positions, partial=True)
-    hidden, q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, head_dim, reach = fields.integer("num_hidden_layers"), hidden // q_heads, rope.reach(positions)
+    sizes, reach = fields.sizes(), rope.reach(positions)
+    head_dim = sizes["hidden_size"] // sizes["q_heads"]
     return ModelSpec(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        layers=layers,
-        q_heads=q_heads,
-        kv_heads=fields.integer("num_key_value_heads", q_heads),
+        **sizes,
+        kv_heads=fields.integer("num_key_value_heads", sizes["q_heads"]),
         head_dim=head_dim,
         context_length=reach,
         scale=head_dim**-0.5,
-        windows=every(fields.config.get("sliding_window"), layers, reach),
+        windows=every(fields.config.get("sliding_window"), sizes["layers"], reach),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        eos_ids=fields.eos_ids(),
-        bos_id=fields.bos_id(),
-        dtype=fields.dtype(),
+        **fields.stated(),
         rope=rope,
         activation=fields.activation("hidden_act", "silu"),
         names=_NAMES,
