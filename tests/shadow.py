@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstore.table import GONE
+from workers.logprobs import Logprobs, TokenLogprobs, pack
 from workers.plan import PENDING, Draw, Row, StepPlan, StepResult
 
 ROOT = 0x1234567
@@ -24,6 +25,21 @@ def digest(parent: int, token: int) -> int:
 def draw_token(prefix: int, draw: Draw, vocabulary: int) -> int:
     seed = draw.seed if draw.temperature > 0 else 0
     return hash((prefix, seed, draw.position)) % vocabulary
+
+
+def logprobs_of(prefix: int, token: int, top: int) -> TokenLogprobs:
+    """What a shadow rank says of `token` behind that prefix: numbers that fp32 holds exactly."""
+    likeliest = tuple((hash((prefix, place)) % 97, -0.5 - place) for place in range(top))
+    return TokenLogprobs(-(hash((prefix, token)) % 4096) / 64, likeliest)
+
+
+def expected_logprobs(tokens: tuple[int, ...], top: int) -> list[TokenLogprobs]:
+    """The oracle: of each token of a sequence but its first."""
+    parent, told = digest(ROOT, tokens[0]), []
+    for token in tokens[1:]:
+        told.append(logprobs_of(parent, token, top))
+        parent = digest(parent, token)
+    return told
 
 
 def expected_output(
@@ -117,17 +133,25 @@ class ShadowGroup:
             self.drops += 1
             self._previous = ()
             return StepResult(plan.step, (), dropped=True, short=True)
-        return StepResult(plan.step, self._run(plan))
+        return self._run(plan)
 
-    def _run(self, plan: StepPlan) -> tuple[int, ...]:
+    def _run(self, plan: StepPlan) -> StepResult:
         self._check_writes(plan)
-        sampled = []
+        sampled, logprobs, scores = [], [], []
         for row in plan.rows:
-            token = self._run_row(row)
+            prefixes = self._run_row(row)
             if row.draw is not None:
-                sampled.append(token)
+                sampled.append(draw_token(prefixes[-1], row.draw, self.vocabulary))
+                logprobs.append(_drawn(prefixes[-1], sampled[-1], row.draw))
+            if row.score is not None:
+                first, last = row.score.first - row.start, row.score.first - row.start + len(row.score.targets)
+                assert 0 <= first < last <= len(prefixes), "a score of tokens that the row does not compute"
+                places = zip(prefixes[first:last], row.score.targets, strict=True)
+                told = [logprobs_of(prefix, target, row.score.top) for prefix, target in places]
+                scores.append(pack(told, row.score.top))
         self._previous = tuple(sampled)
-        return self._previous
+        asked = tuple(logprobs) if any(one is not None for one in logprobs) else ()
+        return StepResult(plan.step, self._previous, logprobs=asked, scores=tuple(scores))
 
     def _check_writes(self, plan: StepPlan) -> None:
         written: set[int] = set()
@@ -146,7 +170,8 @@ class ShadowGroup:
                 head = set(table[: row.start // self.block_size])
                 assert not head & written, "a row writes into a block that another reads"
 
-    def _run_row(self, row: Row) -> int:
+    def _run_row(self, row: Row) -> tuple[int, ...]:
+        """The digests of the prefixes that end with each of its tokens."""
         tokens = row.tokens
         if PENDING in tokens:
             assert tokens == (PENDING,) and row.source is not None
@@ -156,7 +181,9 @@ class ShadowGroup:
         assert len(outcomes) == 1, "layer groups disagree"
         return outcomes.pop()
 
-    def _run_table(self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None) -> int:
+    def _run_table(
+        self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None
+    ) -> tuple[int, ...]:
         """What each query sees must be one chain. A window of one token sees nothing of what came before: the digest
         of that is taken from wherever it still lies."""
         size = self.block_size
@@ -164,11 +191,13 @@ class ShadowGroup:
         parent = ROOT
         if row.start:
             parent = self._check_chain(table, first, row.start) if first < row.start else self._prefix(row)
+        prefixes = []
         for offset, token in enumerate(tokens):
             position = row.start + offset
             parent = digest(parent, token)
             self.slots[table[position // size]][position % size] = (token, parent)
-        return 0 if row.draw is None else draw_token(parent, row.draw, self.vocabulary)
+            prefixes.append(parent)
+        return tuple(prefixes)
 
     def _prefix(self, row: Row) -> int:
         """The digest of what lies before `row`, from a table that still has it."""
@@ -194,3 +223,7 @@ class ShadowGroup:
             before = found
         assert before is not None
         return before
+
+
+def _drawn(prefix: int, token: int, draw: Draw) -> Logprobs | None:
+    return None if draw.top is None else pack([logprobs_of(prefix, token, draw.top)], draw.top)

@@ -57,8 +57,10 @@ class Draft:
         blocks = -(-stop // self.block_size)
         tables = tuple(tuple(group[:blocks]) for group in table.blocks)
         draw = sequence.request.sampling.draw(sequence.length) if draws else None
-        self.rows.append(Row(tokens, start, tables, draw, source))
-        self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached))
+        score = sequence.score(start, stop)
+        self.rows.append(Row(tokens, start, tables, draw, source, score))
+        first = None if score is None else score.first
+        self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached, first))
         self._planned.add(id(sequence))
         sequence.stepped = self.step
         self.budget -= count

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from workers.plan import Draw, Group, Row, StepPlan, StepResult
+from workers.plan import Draw, Group, Row, Score, StepPlan, StepResult
 
 Line = dict[str, Any]
 """One entry, ready for JSON: `at` (seconds), `kind` ("plan", "result" or an event's name), and what belongs to it."""
@@ -115,7 +115,14 @@ def _fill(plan: StepPlan, before: tuple[int, ...] | None) -> StepPlan | None:
 def _encode(entry: StepPlan | StepResult | Line) -> Line:
     if isinstance(entry, StepPlan):
         rows = [
-            [list(row.tokens), row.start, [list(t) for t in row.tables], row.draw and astuple(row.draw), row.source]
+            [
+                list(row.tokens),
+                row.start,
+                [list(table) for table in row.tables],
+                astuple(row.draw) if row.draw else None,
+                row.source,
+                astuple(row.score) if row.score else None,
+            ]
             for row in entry.rows
         ]
         turns = {"copy": [list(pair) for pair in entry.copy], "zero": list(entry.zero)}
@@ -128,8 +135,15 @@ def _encode(entry: StepPlan | StepResult | Line) -> Line:
 
 def _decode(line: Mapping[str, Any]) -> StepPlan:
     rows = [
-        Row(tuple(tokens), start, tuple(tuple(table) for table in tables), Draw(*draw) if draw else None, source)
-        for tokens, start, tables, draw, source in line["rows"]
+        Row(
+            tuple(tokens),
+            start,
+            tuple(tuple(table) for table in tables),
+            Draw(*draw) if draw else None,
+            source,
+            Score(score[0], tuple(score[1]), score[2]) if score else None,
+        )
+        for tokens, start, tables, draw, source, score in line["rows"]
     ]
     copy = tuple((source, target) for source, target in line["copy"])
     return StepPlan(line["step"], tuple(rows), copy, tuple(line["zero"]), line["drops"])

@@ -21,6 +21,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_TIMEOUT_S = 86_400.0
 MAX_KEEP_S = 30 * 86_400.0
 MAX_PRIORITY = 100
+MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for completions; a chat without `max_tokens` may fill the context."""
 
@@ -180,6 +181,23 @@ class CompletionRequest(Sampled):
     """POST /v1/completions. Several prompts give as many choices, `index` by prompt."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, description="0 is for echo only.")] | None = None
+    logprobs: Annotated[
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=MAX_LOGPROBS,
+                description="Log-probabilities of each token, and of so many likeliest ones at its place, by the "
+                "model's own distribution, before temperature and filters. The service may set a lower limit.",
+            ),
+        ]
+        | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
+    echo: (
+        Annotated[bool, Field(description="The text begins with the prompt, and so do the logprobs asked for.")] | None
+    ) = None
 
 
 class TextPart(Frozen):
@@ -214,6 +232,14 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions. The assistant's turn is always a new one, also after an assistant's message."""
 
     messages: Messages
+    logprobs: Annotated[bool, Field(description="The log-probability of each token, as for completions.")] | None = None
+    top_logprobs: (
+        Annotated[
+            int,
+            Field(ge=0, le=MAX_LOGPROBS, description="Of so many likeliest tokens at each place too; needs logprobs."),
+        ]
+        | None
+    ) = None
 
 
 class PrewarmRequest(Scheduled):

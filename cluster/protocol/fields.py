@@ -41,15 +41,11 @@ BOTH: dict[str, Neutral] = {
 }
 
 COMPLETION = BOTH | {
-    "logprobs": ((False,), LEAVE_OUT),
-    "echo": ((False,), "leave it out or send false"),
     "suffix": (("",), LEAVE_OUT),
     "add_special_tokens": ((True,), "send token ids to choose every token yourself"),
 }
 
 CHAT = BOTH | {
-    "logprobs": ((False,), "leave it out or send false"),
-    "top_logprobs": ((), LEAVE_OUT),
     "echo": ((False,), "leave it out or send false"),
     "tools": (([],), LEAVE_OUT),
     "tool_choice": (("none", "auto"), LEAVE_OUT),
