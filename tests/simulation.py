@@ -13,6 +13,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.coordination.coordinator import Coordinator
@@ -191,6 +192,8 @@ class World:
             self.poisonous.add(name)
         most = 0 if chance.random() < 0.05 else chance.randrange(1, 120)  # 0 fills the cache only
         sampling = Sampling(most, seed=chance.randrange(9), stop_ids=frozenset({7}))
+        if len(prompt) % 3 == 0:
+            sampling = replace(sampling, logprobs=2, prompt_logprobs=None if most % 2 else 1)
         work = Work(
             id=name,
             prompt=prompt,
