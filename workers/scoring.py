@@ -116,15 +116,16 @@ def merge(parts: Tensor, world: int, top: int) -> tuple[Tensor, Tensor]:
     peaks, sums, targets = each[..., 0], each[..., 1], each[..., 2]
     peak = peaks.amax(-1, keepdim=True)
     total = (sums.double() * (peaks - peak).double().exp()).sum(-1, keepdim=True)
-    normaliser = (peak.double() + total.log()).float()
+    normaliser = peak.double() + total.log()
     values = each[..., _FIXED : _FIXED + top].flatten(1)
     ids = each[..., _FIXED + top :].flatten(1)
     if world > 1:
-        values, order = values.sort(-1, descending=True, stable=True)
+        values, order = values.sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, order)
     own = targets.amax(-1, keepdim=True)
     # The same subtraction for a token as a target and as one of the likeliest: clients compare the two.
-    return torch.cat([own, values[:, :top]], 1) - normaliser, ids[:, :top].to(torch.int32)
+    told = (torch.cat([own, values[:, :top]], 1).double() - normaliser).float()
+    return told, ids[:, :top].to(torch.int32)
 
 
 def _greatest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -134,10 +135,10 @@ def _greatest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     least = values.amin(-1, keepdim=True)
     open_ = (logits == least).sum(-1) > (values == least).sum(-1)
     if bool(open_.any()):
-        ordered = logits[open_].sort(-1, descending=True, stable=True)
+        ordered = logits[open_].sort(dim=-1, descending=True, stable=True)
         values[open_], columns[open_] = ordered.values[:, :count], ordered.indices[:, :count]
     columns, order = columns.sort(-1)
-    values, order = values.gather(1, order).sort(-1, descending=True, stable=True)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     return values, columns.gather(1, order)
 
 
