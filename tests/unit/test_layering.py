@@ -59,6 +59,7 @@ SHELLS = {
     "workers.rotation",
     "workers.runner",
     "workers.sampler",
+    "workers.scoring",
     "workers.selection",
     "workers.sharedmemory",
     "workers.weights",
