@@ -15,7 +15,7 @@ from workers.engine import Engine
 from workers.errors import EngineRefused
 from workers.logprobs import TokenLogprobs
 from workers.outbox import Outbox
-from workers.plan import Finish, Limits, StepPlan, TokenEvent
+from workers.plan import Finish, Limits, Penalties, StepPlan, TokenEvent
 from workers.scheduler import Scheduler
 from workers.sequence import Priority, Request, Sampling
 
@@ -161,6 +161,9 @@ class Driver:
             stop_ids=frozenset(rng.sample(range(97), rng.choice([0, 0, 2]))),
             logprobs=self.curiosity.choice([None, None, 0, 2]),
             prompt_logprobs=self.curiosity.choice([None, None, None, 0, 3]),
+            penalties=self.curiosity.choice(
+                [None, None, Penalties(presence=1.0), Penalties(repetition=2.0, min_tokens=4)]
+            ),
         )
         namespace = rng.choice(list(NAMESPACES))
         name = f"r{len(self.sent)}"
@@ -257,9 +260,8 @@ class Driver:
 
     def check_end(self, name: str, request: Request) -> None:
         sampling = request.sampling
-        want = expected_output(
-            request.prompt, sampling.max_tokens, sampling.draw(0), self.group.vocabulary, sampling.stop_ids
-        )
+        most, draw, stops = sampling.max_tokens, sampling.draw(0), sampling.stop_ids
+        want = expected_output(request.prompt, most, draw, self.group.vocabulary, stops, sampling.penalties)
         got, finish = self.outputs.get(name, []), self.finishes[name]
         self.check_logprobs(name, request, got, ended=finish in (Finish.STOP, Finish.LENGTH))
         if finish is Finish.ABORT:

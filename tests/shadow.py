@@ -8,12 +8,13 @@ read of a slot that nobody wrote, or that the window had let go of) raises at on
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
 from kvstore.table import GONE
 from workers.logprobs import Logprobs, TokenLogprobs, pack
-from workers.plan import PENDING, Draw, Row, StepPlan, StepResult
+from workers.plan import PENDING, Bend, Draw, Penalties, Row, StepPlan, StepResult
 
 ROOT = 0x1234567
 
@@ -23,8 +24,13 @@ def digest(parent: int, token: int) -> int:
 
 
 def draw_token(prefix: int, draw: Draw, vocabulary: int) -> int:
+    """What was said so far matters to a draw with penalties, and what is banned is not drawn."""
     seed = draw.seed if draw.temperature > 0 else 0
-    return hash((prefix, seed, draw.position)) % vocabulary
+    if draw.bend is None:
+        return hash((prefix, seed, draw.position)) % vocabulary
+    assert PENDING not in draw.bend.output, "a token that was drawn is not known yet"
+    drawn = (hash((prefix, seed, draw.position, draw.bend, turn)) % vocabulary for turn in itertools.count())
+    return next(token for token in drawn if token not in draw.bend.banned)
 
 
 def logprobs_of(prefix: int, token: int, top: int) -> TokenLogprobs:
@@ -43,7 +49,12 @@ def expected_logprobs(tokens: tuple[int, ...], top: int) -> list[TokenLogprobs]:
 
 
 def expected_output(
-    prompt: tuple[int, ...], count: int, draw: Draw, vocabulary: int, stop: frozenset[int]
+    prompt: tuple[int, ...],
+    count: int,
+    draw: Draw,
+    vocabulary: int,
+    stop: frozenset[int],
+    penalties: Penalties | None = None,
 ) -> list[int]:
     """The oracle: what a request must get, from its tokens alone."""
     tokens, parent = list(prompt), ROOT
@@ -51,7 +62,13 @@ def expected_output(
         parent = digest(parent, token)
     output: list[int] = []
     while len(output) < count:
-        token = draw_token(parent, Draw(draw.temperature, seed=draw.seed, position=len(tokens)), vocabulary)
+        bend = None
+        if penalties is not None:
+            distinct = tuple(dict.fromkeys(prompt)) if penalties.repetition != 1.0 else ()
+            banned = tuple(stop) if len(output) < penalties.min_tokens else ()
+            bend = Bend(penalties, distinct, tuple(output), banned)
+        now = Draw(draw.temperature, seed=draw.seed, position=len(tokens), bend=bend)
+        token = draw_token(parent, now, vocabulary)
         output.append(token)
         tokens.append(token)
         parent = digest(parent, token)
@@ -139,6 +156,9 @@ class ShadowGroup:
         self._check_writes(plan)
         sampled, logprobs, scores = [], [], []
         for row in plan.rows:
+            if PENDING in row.tokens:
+                assert row.tokens == (PENDING,) and row.source is not None
+                row = row.filled(self._previous[row.source])
             prefixes = self._run_row(row)
             if row.draw is not None:
                 sampled.append(draw_token(prefixes[-1], row.draw, self.vocabulary))
@@ -172,12 +192,8 @@ class ShadowGroup:
 
     def _run_row(self, row: Row) -> tuple[int, ...]:
         """The digests of the prefixes that end with each of its tokens."""
-        tokens = row.tokens
-        if PENDING in tokens:
-            assert tokens == (PENDING,) and row.source is not None
-            tokens = (self._previous[row.source],)
         both = zip(row.tables, self._windows, strict=True)
-        outcomes = {self._run_table(row, tokens, table, window) for table, window in both}
+        outcomes = {self._run_table(row, row.tokens, table, window) for table, window in both}
         assert len(outcomes) == 1, "layer groups disagree"
         return outcomes.pop()
 

@@ -29,7 +29,7 @@ from tests.simulated_group import POISON, SimulatedGroup
 from tests.simulated_ingress import SimulatedIngress
 from tests.simulated_invariants import Invariants
 from workers.errors import EngineRefused
-from workers.plan import Finish, GroupDead
+from workers.plan import Finish, GroupDead, Penalties
 from workers.sequence import Priority, Sampling
 
 FINISHED = (Finish.STOP.value, Finish.LENGTH.value)
@@ -194,6 +194,8 @@ class World:
         sampling = Sampling(most, seed=chance.randrange(9), stop_ids=frozenset({7}))
         if len(prompt) % 3 == 0:
             sampling = replace(sampling, logprobs=2, prompt_logprobs=None if most % 2 else 1)
+        if len(prompt) % 4 == 0:
+            sampling = replace(sampling, penalties=Penalties(frequency=0.5, repetition=1.5, min_tokens=most // 2))
         work = Work(
             id=name,
             prompt=prompt,

@@ -56,7 +56,7 @@ class Draft:
             tokens, source = (*tokens, PENDING), sequence.source
         blocks = -(-stop // self.block_size)
         tables = tuple(tuple(group[:blocks]) for group in table.blocks)
-        draw = sequence.request.sampling.draw(sequence.length) if draws else None
+        draw = sequence.draw() if draws else None
         score = sequence.score(start, stop)
         self.rows.append(Row(tokens, start, tables, draw, source, score))
         first = None if score is None else score.first

@@ -6,7 +6,7 @@ ranks hold weights and KV shards and no sequence state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -27,12 +27,36 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """What a client wants more or less of, in logits: `presence` and `frequency` are taken off tokens of the output,
+    `repetition` divides (negative ones: multiplies) those of prompt and output, `bias` is added to some ids. Before
+    `min_tokens` tokens of output none ends the sequence."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bend:
+    """What is done to a row's logits before its token is drawn. `prompt` are the distinct ids of the prompt, as far as
+    they matter, `output` all tokens generated so far (the last may be PENDING); the `banned` ones are not drawn."""
+
+    penalties: Penalties
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """How one row's next token is drawn. A draw is a function of (seed, position) and the row's logits only.
 
     `temperature` 0 is greedy (lowest id among ties); `top_k` 0, `top_p` 1 and `min_p` 0 are off. `position` is the
     index in the sequence of the token that is drawn. `top`: its log-probability is wanted, and those of so many
-    likeliest tokens; None: nothing of the kind.
+    likeliest tokens; None: nothing of the kind. What `bend` does to the logits does not show in these.
     """
 
     temperature: float = 0.0
@@ -42,6 +66,7 @@ class Draw:
     seed: int = 0
     position: int = 0
     top: int | None = None
+    bend: Bend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,13 @@ class Row:
     draw: Draw | None = None
     source: int | None = None
     score: Score | None = None
+
+    def filled(self, token: int) -> Row:
+        """The same with `token` in the place of the pending one."""
+        draw = self.draw
+        if draw is not None and draw.bend is not None and draw.bend.output[-1:] == (PENDING,):
+            draw = replace(draw, bend=replace(draw.bend, output=(*draw.bend.output[:-1], token)))
+        return replace(self, tokens=(token,), draw=draw)
 
 
 @dataclass(frozen=True, slots=True)

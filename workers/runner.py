@@ -23,6 +23,7 @@ from workers.logprobs import Logprobs
 from workers.models.factory import Spec, load_model
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
+from workers.penalties import bend, bent_rows
 from workers.plan import Draw, Row, StepPlan, StepResult
 from workers.scoring import SLICE, Scorer
 from workers.selection import Wish, choose_kernels
@@ -173,11 +174,24 @@ class Runner:
             logprobs: tuple[Logprobs | None, ...] = ()
             if logits is not None:
                 draws = [row.draw for row in plan.rows if row.draw is not None]
-                tokens = self._sample(logits, draws)
+                tokens = self._draw(logits, draws)
                 logprobs = self._scorer.of_sampled(logits, draws, tokens)
             # Only now: its logits lie where those of the draws did.
             scores = () if hidden is None else self._scorer.of_prompts(plan, hidden)
         return StepResult(plan.step, tokens, logprobs=logprobs, scores=scores)
+
+    def _draw(self, logits: Tensor, draws: list[Draw]) -> tuple[int, ...]:
+        """A token for each row; the logits are as before then where their log-probabilities are wanted."""
+        bent = bent_rows(draws)
+        if not bent:
+            return self._sample(logits, draws)
+        told = any(draws[row].top is not None for row in bent)
+        raw = logits[bent] if told else None
+        bend(logits, draws)
+        tokens = self._sample(logits, draws)
+        if raw is not None:
+            logits[bent] = raw
+        return tokens
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor | None, Tensor | None]:
         """Hidden states of all tokens, if there are any, and logits of the rows with a draw, on rank 0."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from kvstore.chain import BlockKey
 from kvstore.sessions import Terms
 from kvstore.table import BlockTable
 from workers.logprobs import Logprobs, join
-from workers.plan import Draw, Finish, Score, TokenEvent
+from workers.plan import PENDING, Bend, Draw, Finish, Penalties, Score, TokenEvent
 
 
 class Priority(IntEnum):
@@ -35,6 +35,7 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    penalties: Penalties | None = None
 
     def draw(self, position: int) -> Draw:
         """The draw of the token at `position` of the sequence."""
@@ -78,7 +79,7 @@ class Sequence:
     `stepped` the last step that had a part for it.
     `forgotten`: its namespace was purged while it was here, so that nothing of it stays cached.
     `scored` counts the prompt's tokens, from its second on, whose log-probabilities are known; `scores` are those that
-    no event has carried yet.
+    no event has carried yet. `distinct` are the prompt's ids, each once, where penalties ask for them.
     """
 
     request: Request
@@ -101,6 +102,7 @@ class Sequence:
     finish: Finish | None = None
     scored: int = 0
     scores: list[Logprobs] = field(default_factory=list)
+    distinct: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resumed]
@@ -149,6 +151,19 @@ class Sequence:
     def findable(self) -> list[int]:
         """Its tokens, as far as what others have computed of them will do: no further than their logits are needed."""
         return self.tokens[: self.scored + 1] if self.unscored else self.tokens
+
+    def draw(self) -> Draw:
+        """How its next token is drawn, once the pending ones are known."""
+        sampling = self.request.sampling
+        draw, penalties = sampling.draw(self.length), sampling.penalties
+        if penalties is None:
+            return draw
+        prompt = self.request.prompt
+        output = (*self.tokens[len(prompt) :], *([PENDING] * self.pending))
+        if penalties.repetition != 1.0 and not self.distinct:
+            self.distinct = tuple(dict.fromkeys(prompt))
+        banned = tuple(sampling.stop_ids) if len(output) < penalties.min_tokens else ()
+        return replace(draw, bend=Bend(penalties, self.distinct, output, banned))
 
     def score(self, start: int, stop: int) -> Score | None:
         """What a row that computes positions [start, stop) has to find out about the prompt."""

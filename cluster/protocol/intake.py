@@ -32,6 +32,7 @@ from cluster.protocol.choice import Choice
 from cluster.protocol.schedule import Schedule
 from cluster.protocol.served import ServedModels
 from cluster.text.tokenizer import Tokenizer
+from workers.plan import Penalties
 from workers.sequence import Sampling
 
 Result = TypeVar("Result")
@@ -141,7 +142,9 @@ def _choices(
     made = []
     for index, (prompt, sampling) in enumerate(parts):
         generation = desk.schedule.generation(f"{id}-{index}", prompt, sampling, desk.card.names[0], keyed)
-        transcript, echo = desk.tokenizer.transcript(stops, traced=sampling.logprobs is not None), None
+        least = sampling.penalties.min_tokens if sampling.penalties else 0
+        transcript = desk.tokenizer.transcript(stops, least=least, traced=sampling.logprobs is not None)
+        echo = None
         if echoed is not None:
             sent = echoed[index]
             echo = transcript.echo(prompt, sent if isinstance(sent, str) else None)
@@ -175,11 +178,12 @@ def _sampling(asked: Sampled, prompt: Sequence[int], default: int | None, desk: 
     # A control token never shows in the text: spelled out as a stop string, it is found by its id.
     spelled = [desk.tokenizer.special_id(stop) for stop in asked.stop or ()]
     stop_ids = {*ids, *(id for id in spelled if id is not None), *(() if asked.ignore_eos else card.eos_ids)}
+    most = _most_tokens(asked, len(prompt), default, card, desk.param)
     top_k = asked.top_k or 0
     top_p = 1.0 if asked.top_p is None else asked.top_p
     temperature = 1.0 if asked.temperature is None else asked.temperature
     return Sampling(
-        max_tokens=_most_tokens(asked, len(prompt), default, card, desk.param),
+        max_tokens=most,
         temperature=temperature if top_p > 0 else 0.0,
         top_k=top_k if 0 < top_k < card.vocab_size else 0,
         top_p=top_p if top_p > 0 else 1.0,
@@ -187,7 +191,34 @@ def _sampling(asked: Sampled, prompt: Sequence[int], default: int | None, desk: 
         seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
         stop_ids=frozenset(stop_ids),
         logprobs=_logprobs(asked),
+        penalties=_penalties(asked, most, desk),
     )
+
+
+def _penalties(asked: Sampled, most: int, desk: _Desk) -> Penalties | None:
+    """What is done to logits, None when nothing is. Raises ApiError (400) for ids that are no token's, and for more
+    tokens than there may be."""
+    least = asked.min_tokens or 0
+    if least > most:
+        message = f"'min_tokens' is {least}, more than the {most} tokens that the answer may have."
+        raise ApiError(message, "invalid_value", "min_tokens")
+    names = asked.logit_bias or {}
+    if not all(name.isascii() and name.isdigit() and len(name) < 20 for name in names):
+        raise ApiError(
+            "'logit_bias' must map token ids (as strings of digits) to numbers.", "invalid_value", "logit_bias"
+        )
+    ids = [int(name) for name in names]
+    desk.check_ids(ids, "logit_bias")
+    if len(set(ids)) < len(ids):
+        raise ApiError("'logit_bias' names a token id twice.", "invalid_value", "logit_bias")
+    made = Penalties(
+        presence=asked.presence_penalty or 0.0,
+        frequency=asked.frequency_penalty or 0.0,
+        repetition=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        bias=tuple((id, value) for id, value in zip(ids, names.values(), strict=True) if value),
+        min_tokens=least,
+    )
+    return None if made == Penalties() else made
 
 
 def _logprobs(asked: Sampled) -> int | None:

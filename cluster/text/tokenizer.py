@@ -84,9 +84,9 @@ class Tokenizer:
             ids.extend(self._encode(part, special=False))
         return tuple(ids)
 
-    def transcript(self, stops: tuple[str, ...] = (), *, traced: bool = False) -> Transcript:
+    def transcript(self, stops: tuple[str, ...] = (), *, least: int = 0, traced: bool = False) -> Transcript:
         """A new answer's text."""
-        return Transcript(self._tokenizer, self.vocabulary, stops, traced=traced)
+        return Transcript(self._tokenizer, self.vocabulary, stops, least=least, traced=traced)
 
     def special_id(self, text: str) -> int | None:
         """The id of the control token that is spelled so, if there is one."""
@@ -127,16 +127,24 @@ class Tokenizer:
 
 
 class Transcript:
-    """One answer's text, ended before its stop string. `tokens` counts those fed until the text ended. When `traced`,
+    """One answer's text, ended before its stop string, of which the first `least` tokens are no part. `tokens` counts
+    those fed until the text ended. When `traced`,
     `pieces` are what each token added to the text (of those that were counted, with the stop string in them, and of the
     prompt's): "" for a part of a character, and for a token that never shows."""
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, stops: tuple[str, ...], *, traced: bool = False
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        vocabulary: Vocabulary,
+        stops: tuple[str, ...],
+        *,
+        least: int = 0,
+        traced: bool = False,
     ) -> None:
         self._detokenizer = detokenizer(tokenizer, vocabulary)
         self._vocabulary = vocabulary
         self._matcher = StopMatcher(stops) if stops else None
+        self._least = least
         self._traced = traced
         self.pieces: list[str] = []
         self.tokens = 0
@@ -159,7 +167,7 @@ class Transcript:
             piece = self._detokenizer.feed((token,))
             if self._traced:
                 self.pieces.append(piece)
-            shown.append(piece if self._matcher is None else self._matcher.feed(piece))
+            shown.append(piece if self._matcher is None or self.tokens <= self._least else self._matcher.feed(piece))
         return "".join(shown)
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from kvstore.prefixes import PrefixCache
 from kvstore.store import KVStore
 from tests.driver import Driver, Setup
 from workers.flight import Part
-from workers.plan import Finish
+from workers.plan import PENDING, Draw, Finish
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.waiting import WaitingList
@@ -257,6 +257,17 @@ def find_what_must_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sequence, "findable", property(lambda self: self.tokens))
 
 
+def forget_what_was_said_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties must count the token that the step before is still drawing."""
+    monkeypatch.setattr(Sequence, "draw", lambda self, draw=Sequence.draw: without_pending(draw(self)))
+
+
+def without_pending(draw: Draw) -> Draw:
+    if draw.bend is None or PENDING not in draw.bend.output:
+        return draw
+    return replace(draw, bend=replace(draw.bend, output=draw.bend.output[:-1]))
+
+
 def score_anew_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(self, first, scores):  # type: ignore[no-untyped-def]
         self.scores.append(scores)
@@ -273,6 +284,7 @@ def score_anew_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 BUGS = [
     find_what_must_be_scored,
     score_anew_after_a_preemption,
+    forget_what_was_said_while_a_step_runs,
     seal_early,
     skip_fence,
     forget_a_reference,

@@ -55,6 +55,7 @@ SHELLS = {
     "workers.native.units",
     "workers.native.workspace",
     "workers.parallel",
+    "workers.penalties",
     "workers.rank",
     "workers.rotation",
     "workers.runner",
