@@ -24,6 +24,8 @@ PUBLIC = b"public"
 NAMESPACES = {b"a": b"t", b"b": b"t", b"c": b"u", b"d": b""}
 """Whose namespace it is: the tenant."""
 
+REPEATED = Penalties(repetition=2.0, min_tokens=4)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -161,9 +163,7 @@ class Driver:
             stop_ids=frozenset(rng.sample(range(97), rng.choice([0, 0, 2]))),
             logprobs=self.curiosity.choice([None, None, 0, 2]),
             prompt_logprobs=self.curiosity.choice([None, None, None, 0, 3]),
-            penalties=self.curiosity.choice(
-                [None, None, Penalties(presence=1.0), Penalties(repetition=2.0, min_tokens=4)]
-            ),
+            penalties=self.curiosity.choice([None, None, Penalties(presence=1.0), REPEATED]),
         )
         namespace = rng.choice(list(NAMESPACES))
         name = f"r{len(self.sent)}"
