@@ -12,8 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+import requests
 
 from tests.ray.stage import PATIENCE_S, Stage
 
@@ -48,7 +48,7 @@ def oracle(tiny_model: Path) -> Any:
 
 def post(tiny: Stage, **fields: Any) -> dict[str, Any]:
     """As it posts: with the header of a key that is empty."""
-    answer = httpx.post(
+    answer = requests.post(
         f"{tiny.url}/v1/completions",
         json={"model": "tiny", "seed": 1234, "temperature": 0, **fields},
         headers={"Authorization": "Bearer "},
@@ -105,7 +105,9 @@ def test_generations_until_a_stop(tiny: Stage, tokenizer: Any, tokenized: bool) 
 
 
 def test_what_was_scored_once_is_scored_alike_again_from_whatever_is_cached(tiny: Stage, tokenizer: Any) -> None:
-    first = tokenizer("The harbour wakes before the town does, and the nets are hung to dry along the wall.").input_ids
+    first = tokenizer(
+        "The harbour wakes before the town does, and the nets are hung to dry along the wall, as ever."
+    ).input_ids
     other = [*first[:16], *reversed(first[16:])]
     told = [
         post(tiny, prompt=prompt, max_tokens=0, logprobs=2, echo=True)["choices"][0]["logprobs"]["token_logprobs"]
@@ -114,7 +116,8 @@ def test_what_was_scored_once_is_scored_alike_again_from_whatever_is_cached(tiny
     assert [len(values) for values in told] == [len(first)] * 4 and all(values[0] is None for values in told)
     for values in (told[1], told[3]):
         assert values[1:] == pytest.approx(told[0][1:], abs=1e-4)
-    assert told[2][1:16] == pytest.approx(told[0][1:16], abs=1e-4) and told[2][20:] != told[0][20:]
+    assert told[2][1:16] == pytest.approx(told[0][1:16], abs=1e-4)
+    assert len(first) > 18 and told[2][17:] != pytest.approx(told[0][17:], abs=1e-4)
 
 
 TASKS = {
