@@ -126,6 +126,7 @@ TASKS = {
         "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     },
     "tidegate_until": {
