@@ -17,9 +17,9 @@ from tests.model.test_goldens import TEXT as PARAGRAPH
 from tests.model.tiny import FAMILIES, oracle, prompt, save_model
 from workers.logprobs import Logprobs, follow
 from workers.parallel import Communicator
-from workers.plan import Draw, TokenEvent
+from workers.plan import Draw, Row, Score, StepPlan, TokenEvent
 from workers.sampler import sample
-from workers.scoring import Scorer, merge, reduce
+from workers.scoring import SLICE, Scorer, merge, reduce
 from workers.sequence import Request, Sampling
 from workers.settings import GroupSettings
 
@@ -91,6 +91,32 @@ def test_more_likeliest_tokens_than_there_are_tokens_are_all_of_them() -> None:
     scorer = Scorer(Communicator.alone(), lambda hidden: hidden, (7,), torch.device("cpu"))
     (told,) = scorer.of_sampled(torch.randn(1, 7), [Draw(top=20)], [4])
     assert told is not None and len(next(iter(told)).top) == 7
+
+
+def test_the_logits_of_a_prompt_are_there_a_slice_at_a_time() -> None:
+    seen: list[int] = []
+
+    def project(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return hidden
+
+    scorer = Scorer(Communicator.alone(), project, (50,), torch.device("cpu"))
+    hidden = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
+    rows = (
+        Row((1,) * 100, 7, ((0,),), None, None, Score(10, tuple(range(40)), 2)),
+        Row((1,) * 50, 0, ((0,),), Draw()),
+        Row((1,) * 50, 0, ((0,),), None, None, Score(0, tuple(range(49)), 3)),
+    )
+    first, second = scorer.of_prompts(StepPlan(0, rows), hidden)
+    assert max(seen) <= SLICE and sum(seen) == 89
+    want = hidden.double().log_softmax(-1)
+    for told, begin, top in ((first, 3, 2), (second, 150, 3)):
+        assert told.top == top
+        for place, one in enumerate(told):
+            row = want[begin + place]
+            assert one.logprob == pytest.approx(float(row[place]), abs=1e-6)
+            assert [id for id, _ in one.top] == row.topk(top).indices.tolist()
+    assert scorer.of_prompts(StepPlan(0, rows[1:2]), hidden[:50]) == ()
 
 
 # -- a whole group -----------------------------------------------------------------------------------------------------
