@@ -57,7 +57,7 @@ class Draft:
         blocks = -(-stop // self.block_size)
         tables = tuple(tuple(group[:blocks]) for group in table.blocks)
         draw = sequence.draw() if draws else None
-        score = sequence.score(start, stop)
+        score = sequence.score(start, stop) if sequence.scores_prompt else None
         self.rows.append(Row(tokens, start, tables, draw, source, score))
         first = None if score is None else score.first
         self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached, first))

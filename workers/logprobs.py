@@ -62,10 +62,10 @@ def pack(tokens: Sequence[TokenLogprobs], top: int) -> Logprobs:
     return Logprobs(top, values, ids)
 
 
-def join(parts: Sequence[Logprobs]) -> Logprobs | None:
-    """One after the other; None for none. All have the same `top`."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
+def join(parts: Sequence[Logprobs]) -> Logprobs:
+    """One after the other, at least one. All have the same `top`."""
+    if len(parts) == 1:
+        return parts[0]
     if len({part.top for part in parts}) > 1:
         raise ValueError(f"log-probabilities with {sorted({part.top for part in parts})} alternatives do not join")
     return Logprobs(parts[0].top, b"".join(part.values for part in parts), b"".join(part.ids for part in parts))
@@ -73,4 +73,6 @@ def join(parts: Sequence[Logprobs]) -> Logprobs | None:
 
 def follow(before: Logprobs | None, after: Logprobs | None) -> Logprobs | None:
     """`after` behind `before`, either of which may be missing."""
-    return join([part for part in (before, after) if part is not None])
+    if before is None or after is None:
+        return after if before is None else before
+    return join((before, after))

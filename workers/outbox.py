@@ -124,8 +124,9 @@ class Outbox:
         backlog = self._backlogs[key]
         index = backlog.start + backlog.read
         tokens = tuple(backlog.tokens[backlog.read :])
-        logprobs = join(backlog.logprobs)
-        if logprobs is not None:
+        logprobs = None
+        if backlog.logprobs:
+            logprobs = join(backlog.logprobs)
             backlog.logprobs, logprobs = [logprobs], logprobs.since(backlog.read)
         # It comes with the first token; without one there is nothing to read twice but after a rewind.
         prompt = None if backlog.read else backlog.prompt
@@ -143,6 +144,7 @@ class Outbox:
         gone = index - backlog.start
         if gone > 0:
             del backlog.tokens[:gone]
-            backlog.prompt, logprobs = None, join(backlog.logprobs)
-            backlog.logprobs = [] if logprobs is None else [logprobs.since(gone)]
+            backlog.prompt = None
+            if backlog.logprobs:
+                backlog.logprobs = [join(backlog.logprobs).since(gone)]
             backlog.start, backlog.read = index, backlog.read - gone

@@ -127,7 +127,7 @@ class Runner:
         if plan.rows and not self._comm.min_flag(int(self.reserve(plan))):
             self.drops += 1
             return StepResult(plan.step, (), dropped=True, short=True)
-        return self._compute(plan)
+        return self.compute(plan)
 
     def reserve(self, plan: StepPlan) -> bool:
         """Whether this rank has the memory for the plan's rows, by allocating their largest buffers for a moment."""
@@ -136,7 +136,7 @@ class Runner:
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Copy, zero, compute and sample. Rank 0: one token per row with a draw, in the plan's order; others: ()."""
         self._turn_over(plan)
-        return self._compute(plan).tokens
+        return self.compute(plan).tokens
 
     def logits(self, plan: StepPlan) -> Tensor | None:
         """`run` up to the logits: fp32 [rows with a draw, vocab] on rank 0; None elsewhere or when no row has one."""
@@ -166,8 +166,8 @@ class Runner:
             self.pool.copy(plan.copy)
             self.pool.zero(plan.zero)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        """What there is to do besides whole blocks."""
+    def compute(self, plan: StepPlan) -> StepResult:
+        """`run` without what it does to whole blocks, and with all that is asked for."""
         with torch.inference_mode():
             hidden, logits = self._forward(plan)
             tokens: tuple[int, ...] = ()

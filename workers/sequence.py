@@ -78,6 +78,7 @@ class Sequence:
     A sequence without a table waits, until `deadline` at most. `blocks` is the most that it has held at a time,
     `stepped` the last step that had a part for it.
     `forgotten`: its namespace was purged while it was here, so that nothing of it stays cached.
+    `scores_prompt`: the log-probabilities of its prompt's tokens are wanted.
     `scored` counts the prompt's tokens, from its second on, whose log-probabilities are known; `scores` are those that
     no event has carried yet. `distinct` are the prompt's ids, each once, where penalties ask for them.
     """
@@ -100,12 +101,15 @@ class Sequence:
     stepped: int = 0
     forgotten: bool = False
     finish: Finish | None = None
+    scores_prompt: bool = False
     scored: int = 0
     scores: list[Logprobs] = field(default_factory=list)
     distinct: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resumed]
+        # What was sent before needs none again.
+        self.scores_prompt = self.request.sampling.prompt_logprobs is not None and not self.request.resumed
 
     @property
     def length(self) -> int:
@@ -141,11 +145,8 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be found out. What was sent before needs none again."""
-        request = self.request
-        if request.sampling.prompt_logprobs is None or request.resumed:
-            return False
-        return self.scored < len(request.prompt) - 1
+        """Whether log-probabilities of its prompt are still to be found out."""
+        return self.scores_prompt and self.scored < len(self.request.prompt) - 1
 
     @property
     def findable(self) -> list[int]:
@@ -201,8 +202,8 @@ class Sequence:
 
     def hand_over_scores(self) -> Logprobs | None:
         """The prompt's log-probabilities, for the first event with output (or without any, at the end)."""
-        top = self.request.sampling.prompt_logprobs
-        if top is None or self.request.resumed:
+        if not self.scores_prompt:
             return None
-        scores, self.scores = join(self.scores), []
-        return scores or Logprobs(top)
+        nothing = Logprobs(self.request.sampling.prompt_logprobs or 0)
+        scores, self.scores = self.scores, []
+        return join(scores) if scores else nothing
