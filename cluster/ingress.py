@@ -90,6 +90,7 @@ class Ingress:
             version=self._version,
             body_limit=self._settings.body_limit,
             comment_s=self._settings.comment_s,
+            max_logprobs=self._settings.max_logprobs,
         )
 
     def card(self, model: str) -> ModelCard:

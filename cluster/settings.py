@@ -44,6 +44,7 @@ class IngressSettings:
     tenants share. `cache_scope` is "auto", "tenant" or "session". `body_limit` is in bytes. `drain_s`: how long running
     answers may take to end when the service stops. `timeout_s` is the deadline of a request that names none.
     `comment_s`: a stream that waits longer than that in the line gets its 200 and a comment, and one as often again.
+    `max_logprobs`: how many likeliest tokens a completion may ask for at each place.
     `session_blocks`, `tenant_blocks` and `max_keep_s` are the cache quotas where a tenant has none of its own.
     """
 
@@ -58,6 +59,7 @@ class IngressSettings:
     drain_s: float = 30.0
     timeout_s: float = 600.0
     comment_s: float = 10.0
+    max_logprobs: int = 5
     session_blocks: int | None = None
     tenant_blocks: int | None = None
     max_keep_s: float = 3600.0

@@ -80,6 +80,7 @@ class ClusterConfig(ModelSection):
     body_limit: Size = 8 * 2**20
     request_timeout_s: Seconds = 600.0
     stream_comment_s: Seconds = 10.0
+    max_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 5
     streams: Literal["auto", "socket", "ray"] = "auto"
     stream_pace_s: Annotated[float, Field(ge=0, le=1)] = 0.02
     drain_s: Seconds = 30.0

@@ -88,6 +88,7 @@ def ingress_settings(
         drain_s=config.drain_s,
         timeout_s=config.request_timeout_s,
         comment_s=config.stream_comment_s,
+        max_logprobs=config.max_logprobs,
         session_blocks=config.session_blocks,
         tenant_blocks=config.tenant_blocks,
         max_keep_s=config.max_keep_alive_s,

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from kvstore.sessions import Terms
 from kvstore.store import KVStore
-from tests.shadow import ShadowGroup, expected_output
+from tests.shadow import ShadowGroup, expected_logprobs, expected_output
 from workers.engine import Engine
 from workers.errors import EngineRefused
+from workers.logprobs import TokenLogprobs
 from workers.outbox import Outbox
-from workers.plan import Finish, Limits, StepPlan, TokenEvent
+from workers.plan import Finish, Limits, Penalties, StepPlan, TokenEvent
 from workers.scheduler import Scheduler
 from workers.sequence import Priority, Request, Sampling
 
@@ -22,6 +23,8 @@ INGRESS = "ingress"
 PUBLIC = b"public"
 NAMESPACES = {b"a": b"t", b"b": b"t", b"c": b"u", b"d": b""}
 """Whose namespace it is: the tenant."""
+
+REPEATED = Penalties(repetition=2.0, min_tokens=4)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Setup:
 
 @dataclass
 class Driver:
-    """Runs one seed. `turns` counts engine turns; `outputs` and `finishes` map a request to its tokens and reason;
+    """Runs one seed. `turns` counts engine turns; `outputs` and `finishes` map a request to its tokens and reason,
+    `told` and `scores` to the log-probabilities of its output and of its prompt;
     `emptied` are namespaces that were purged and got no request since."""
 
     seed: int
@@ -81,6 +85,8 @@ class Driver:
     turns: int = 0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finishes: dict[str, Finish] = field(default_factory=dict)
+    told: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str | None] = field(default_factory=dict)
     sent: dict[str, Request] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
@@ -105,6 +111,7 @@ class Driver:
             self.store, self.own, max_model_len=self.longest, watermark=s.watermark, resume_growth=8, zero_per_step=3
         )
         self.accidents = random.Random(self.seed + 1)
+        self.curiosity = random.Random(self.seed + 2)
         self.group = ShadowGroup(s.blocks, s.block_size, windows=s.windows, short=self.is_short)
         self.engine = Engine(self.scheduler, self.group, name="g", epoch=1, depth=s.depth, lease_s=1e12, audit_s=2.0)
         self.outbox: Outbox = self.engine.subscribe(INGRESS, lambda: None, self.now)
@@ -154,6 +161,9 @@ class Driver:
             temperature=rng.choice([0.0, 1.0]),
             seed=rng.randrange(100),
             stop_ids=frozenset(rng.sample(range(97), rng.choice([0, 0, 2]))),
+            logprobs=self.curiosity.choice([None, None, 0, 2]),
+            prompt_logprobs=self.curiosity.choice([None, None, None, 0, 3]),
+            penalties=self.curiosity.choice([None, None, Penalties(presence=1.0), REPEATED]),
         )
         namespace = rng.choice(list(NAMESPACES))
         name = f"r{len(self.sent)}"
@@ -223,6 +233,10 @@ class Driver:
         assert event.request not in self.finishes, f"seed {self.seed}: news after the end of {event.request}"
         assert event.index == len(output), f"seed {self.seed}: a gap in {event.request}"
         output.extend(event.tokens)
+        self.told.setdefault(event.request, []).extend(event.logprobs or ())
+        if event.prompt is not None:
+            assert event.request not in self.scores, f"seed {self.seed}: {event.request} is scored twice"
+            self.scores[event.request] = list(event.prompt)
         if event.finish is not None:
             self.finishes[event.request] = event.finish
             self.errors[event.request] = event.error
@@ -246,10 +260,10 @@ class Driver:
 
     def check_end(self, name: str, request: Request) -> None:
         sampling = request.sampling
-        want = expected_output(
-            request.prompt, sampling.max_tokens, sampling.draw(0), self.group.vocabulary, sampling.stop_ids
-        )
+        most, draw, stops = sampling.max_tokens, sampling.draw(0), sampling.stop_ids
+        want = expected_output(request.prompt, most, draw, self.group.vocabulary, stops, sampling.penalties)
         got, finish = self.outputs.get(name, []), self.finishes[name]
+        self.check_logprobs(name, request, got, ended=finish in (Finish.STOP, Finish.LENGTH))
         if finish is Finish.ABORT:
             assert name in self.aborted and got == want[: len(got)], f"seed {self.seed}: {name}"
         elif finish is Finish.ERROR:
@@ -259,3 +273,16 @@ class Driver:
             assert got == want, f"seed {self.seed}: {name} got {got}, not {want}"
             stopped = bool(got) and got[-1] in sampling.stop_ids
             assert finish is (Finish.STOP if stopped else Finish.LENGTH), f"seed {self.seed}: {name} {finish}"
+
+    def check_logprobs(self, name: str, request: Request, output: list[int], *, ended: bool) -> None:
+        prompt, sampling = request.prompt, request.sampling
+        told, scores = self.told.get(name, []), self.scores.get(name)
+        if sampling.logprobs is None:
+            assert not told, f"seed {self.seed}: {name} did not ask"
+        else:
+            want = expected_logprobs((*prompt, *output), sampling.logprobs)[len(prompt) - 1 :]
+            assert told == want, f"seed {self.seed}: {name} was told {told}, not {want}"
+        if sampling.prompt_logprobs is None:
+            assert scores is None, f"seed {self.seed}: {name} did not ask"
+        elif ended or scores is not None:
+            assert scores == expected_logprobs(prompt, sampling.prompt_logprobs), f"seed {self.seed}: scores of {name}"

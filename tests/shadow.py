@@ -8,11 +8,13 @@ read of a slot that nobody wrote, or that the window had let go of) raises at on
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
 from kvstore.table import GONE
-from workers.plan import PENDING, Draw, Row, StepPlan, StepResult
+from workers.logprobs import Logprobs, TokenLogprobs, pack
+from workers.plan import PENDING, Bend, Draw, Penalties, Row, StepPlan, StepResult
 
 ROOT = 0x1234567
 
@@ -22,12 +24,37 @@ def digest(parent: int, token: int) -> int:
 
 
 def draw_token(prefix: int, draw: Draw, vocabulary: int) -> int:
+    """What was said so far matters to a draw with penalties, and what is banned is not drawn."""
     seed = draw.seed if draw.temperature > 0 else 0
-    return hash((prefix, seed, draw.position)) % vocabulary
+    if draw.bend is None:
+        return hash((prefix, seed, draw.position)) % vocabulary
+    assert PENDING not in draw.bend.output, "a token that was drawn is not known yet"
+    drawn = (hash((prefix, seed, draw.position, draw.bend, turn)) % vocabulary for turn in itertools.count())
+    return next(token for token in drawn if token not in draw.bend.banned)
+
+
+def logprobs_of(prefix: int, token: int, top: int) -> TokenLogprobs:
+    """What a shadow rank says of `token` behind that prefix: numbers that fp32 holds exactly."""
+    likeliest = tuple((hash((prefix, place)) % 97, -0.5 - place) for place in range(top))
+    return TokenLogprobs(-(hash((prefix, token)) % 4096) / 64, likeliest)
+
+
+def expected_logprobs(tokens: tuple[int, ...], top: int) -> list[TokenLogprobs]:
+    """The oracle: of each token of a sequence but its first."""
+    parent, told = digest(ROOT, tokens[0]), []
+    for token in tokens[1:]:
+        told.append(logprobs_of(parent, token, top))
+        parent = digest(parent, token)
+    return told
 
 
 def expected_output(
-    prompt: tuple[int, ...], count: int, draw: Draw, vocabulary: int, stop: frozenset[int]
+    prompt: tuple[int, ...],
+    count: int,
+    draw: Draw,
+    vocabulary: int,
+    stop: frozenset[int],
+    penalties: Penalties | None = None,
 ) -> list[int]:
     """The oracle: what a request must get, from its tokens alone."""
     tokens, parent = list(prompt), ROOT
@@ -35,7 +62,13 @@ def expected_output(
         parent = digest(parent, token)
     output: list[int] = []
     while len(output) < count:
-        token = draw_token(parent, Draw(draw.temperature, seed=draw.seed, position=len(tokens)), vocabulary)
+        bend = None
+        if penalties is not None:
+            distinct = tuple(dict.fromkeys(prompt)) if penalties.repetition != 1.0 else ()
+            banned = tuple(stop) if len(output) < penalties.min_tokens else ()
+            bend = Bend(penalties, distinct, tuple(output), banned)
+        now = Draw(draw.temperature, seed=draw.seed, position=len(tokens), bend=bend)
+        token = draw_token(parent, now, vocabulary)
         output.append(token)
         tokens.append(token)
         parent = digest(parent, token)
@@ -117,17 +150,28 @@ class ShadowGroup:
             self.drops += 1
             self._previous = ()
             return StepResult(plan.step, (), dropped=True, short=True)
-        return StepResult(plan.step, self._run(plan))
+        return self._run(plan)
 
-    def _run(self, plan: StepPlan) -> tuple[int, ...]:
+    def _run(self, plan: StepPlan) -> StepResult:
         self._check_writes(plan)
-        sampled = []
+        sampled, logprobs, scores = [], [], []
         for row in plan.rows:
-            token = self._run_row(row)
+            if PENDING in row.tokens:
+                assert row.tokens == (PENDING,) and row.source is not None
+                row = row.filled(self._previous[row.source])
+            prefixes = self._run_row(row)
             if row.draw is not None:
-                sampled.append(token)
+                sampled.append(draw_token(prefixes[-1], row.draw, self.vocabulary))
+                logprobs.append(_drawn(prefixes[-1], sampled[-1], row.draw))
+            if row.score is not None:
+                first, last = row.score.first - row.start, row.score.first - row.start + len(row.score.targets)
+                assert 0 <= first < last <= len(prefixes), "a score of tokens that the row does not compute"
+                places = zip(prefixes[first:last], row.score.targets, strict=True)
+                told = [logprobs_of(prefix, target, row.score.top) for prefix, target in places]
+                scores.append(pack(told, row.score.top))
         self._previous = tuple(sampled)
-        return self._previous
+        asked = tuple(logprobs) if any(one is not None for one in logprobs) else ()
+        return StepResult(plan.step, self._previous, logprobs=asked, scores=tuple(scores))
 
     def _check_writes(self, plan: StepPlan) -> None:
         written: set[int] = set()
@@ -146,17 +190,16 @@ class ShadowGroup:
                 head = set(table[: row.start // self.block_size])
                 assert not head & written, "a row writes into a block that another reads"
 
-    def _run_row(self, row: Row) -> int:
-        tokens = row.tokens
-        if PENDING in tokens:
-            assert tokens == (PENDING,) and row.source is not None
-            tokens = (self._previous[row.source],)
+    def _run_row(self, row: Row) -> tuple[int, ...]:
+        """The digests of the prefixes that end with each of its tokens."""
         both = zip(row.tables, self._windows, strict=True)
-        outcomes = {self._run_table(row, tokens, table, window) for table, window in both}
+        outcomes = {self._run_table(row, row.tokens, table, window) for table, window in both}
         assert len(outcomes) == 1, "layer groups disagree"
         return outcomes.pop()
 
-    def _run_table(self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None) -> int:
+    def _run_table(
+        self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None
+    ) -> tuple[int, ...]:
         """What each query sees must be one chain. A window of one token sees nothing of what came before: the digest
         of that is taken from wherever it still lies."""
         size = self.block_size
@@ -164,11 +207,13 @@ class ShadowGroup:
         parent = ROOT
         if row.start:
             parent = self._check_chain(table, first, row.start) if first < row.start else self._prefix(row)
+        prefixes = []
         for offset, token in enumerate(tokens):
             position = row.start + offset
             parent = digest(parent, token)
             self.slots[table[position // size]][position % size] = (token, parent)
-        return 0 if row.draw is None else draw_token(parent, row.draw, self.vocabulary)
+            prefixes.append(parent)
+        return tuple(prefixes)
 
     def _prefix(self, row: Row) -> int:
         """The digest of what lies before `row`, from a table that still has it."""
@@ -194,3 +239,7 @@ class ShadowGroup:
             before = found
         assert before is not None
         return before
+
+
+def _drawn(prefix: int, token: int, draw: Draw) -> Logprobs | None:
+    return None if draw.top is None else pack([logprobs_of(prefix, token, draw.top)], draw.top)

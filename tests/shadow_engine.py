@@ -18,7 +18,8 @@ VOCABULARY = 50
 
 def expected_output(prompt: tuple[int, ...], sampling: Sampling) -> tuple[tuple[int, ...], Finish]:
     """All tokens of a generation, and how it ends."""
-    output = expected_tokens(prompt, sampling.max_tokens, sampling.draw(0), VOCABULARY, sampling.stop_ids)
+    most, draw, stops = sampling.max_tokens, sampling.draw(0), sampling.stop_ids
+    output = expected_tokens(prompt, most, draw, VOCABULARY, stops, sampling.penalties)
     return tuple(output), Finish.STOP if output and output[-1] in sampling.stop_ids else Finish.LENGTH
 
 

@@ -9,9 +9,11 @@ from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.grants import Grant, Incarnation, LineNews
 from cluster.requests.directory import Directory
 from cluster.requests.machine import RequestMachine, moves
+from tests.shadow import expected_logprobs
 from workers.errors import CODE_NO_LEASE, EngineRefused
+from workers.logprobs import TokenLogprobs
 from workers.outbox import Message, Outbox
-from workers.plan import Finish, GroupDead
+from workers.plan import Finish, GroupDead, TokenEvent
 
 if TYPE_CHECKING:
     from tests.simulation import SimulatedGroup, World
@@ -26,6 +28,8 @@ class Job:
     machine: RequestMachine
     expected: tuple[tuple[int, ...], Finish]
     output: list[int] = field(default_factory=list)
+    told: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] | None = None
     ended: bool = False
     started_at: float = 0.0
     submitted: bool = False
@@ -153,7 +157,7 @@ class SimulatedIngress:
     def perform(self, job: Job, action: moves.Action) -> None:
         match action:
             case moves.Emit(event):
-                self.show(job, event.index, event.tokens)
+                self.show(job, event)
             case moves.End():
                 self.end(job, action)
             case moves.Place():
@@ -177,9 +181,13 @@ class SimulatedIngress:
         if job.alarm == at:
             self.feed(job, moves.Ticked())
 
-    def show(self, job: Job, index: int, tokens: tuple[int, ...]) -> None:
-        assert not job.ended and index == len(job.output), f"seed {self.world.seed}: {job.machine.work.id}"
-        job.output += tokens
+    def show(self, job: Job, event: TokenEvent) -> None:
+        assert not job.ended and event.index == len(job.output), f"seed {self.world.seed}: {job.machine.work.id}"
+        job.output += event.tokens
+        job.told += event.logprobs or ()
+        if event.prompt is not None:
+            assert job.scores is None, f"seed {self.world.seed}: {job.machine.work.id} is scored twice"
+            job.scores = list(event.prompt)
         expected = job.expected[0][: len(job.output)]
         assert tuple(job.output) == expected, f"seed {self.world.seed}: {job.machine.work.id} got wrong tokens"
 
@@ -189,12 +197,24 @@ class SimulatedIngress:
         name = job.machine.work.id
         assert name not in self.world.ends, f"seed {self.world.seed}: {name} ended twice"
         if end.event is not None:
-            self.show(job, end.event.index, end.event.tokens)
+            self.show(job, end.event)
         job.ended = True
         how = self.world.ends[name] = job.machine.fault or end_name(end)
         if how in FINISHED:
             assert (tuple(job.output), how) == (job.expected[0], job.expected[1].value), f"seed {self.world.seed}"
+            self.check_logprobs(job)
         del self.jobs[name]
+
+    def check_logprobs(self, job: Job) -> None:
+        """Whatever groups died meanwhile: each token is told of once, and so is the prompt."""
+        prompt, sampling = job.machine.work.prompt, job.machine.work.sampling
+        told: list[TokenLogprobs] = []
+        if sampling.logprobs is not None:
+            told = expected_logprobs((*prompt, *job.output), sampling.logprobs)[len(prompt) - 1 :]
+        scores = None
+        if sampling.prompt_logprobs is not None:
+            scores = expected_logprobs(prompt, sampling.prompt_logprobs)
+        assert (job.told, job.scores) == (told, scores), f"seed {self.world.seed}: {job.machine.work.id}"
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

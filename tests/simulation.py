@@ -13,6 +13,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.coordination.coordinator import Coordinator
@@ -28,7 +29,7 @@ from tests.simulated_group import POISON, SimulatedGroup
 from tests.simulated_ingress import SimulatedIngress
 from tests.simulated_invariants import Invariants
 from workers.errors import EngineRefused
-from workers.plan import Finish, GroupDead
+from workers.plan import Finish, GroupDead, Penalties
 from workers.sequence import Priority, Sampling
 
 FINISHED = (Finish.STOP.value, Finish.LENGTH.value)
@@ -191,6 +192,10 @@ class World:
             self.poisonous.add(name)
         most = 0 if chance.random() < 0.05 else chance.randrange(1, 120)  # 0 fills the cache only
         sampling = Sampling(most, seed=chance.randrange(9), stop_ids=frozenset({7}))
+        if len(prompt) % 3 == 0:
+            sampling = replace(sampling, logprobs=2, prompt_logprobs=None if most % 2 else 1)
+        if len(prompt) % 4 == 0:
+            sampling = replace(sampling, penalties=Penalties(frequency=0.5, repetition=1.5, min_tokens=most // 2))
         work = Work(
             id=name,
             prompt=prompt,

@@ -35,7 +35,7 @@ class Admission:
     def fits(self, sequence: Sequence, now: float, *, alone: bool, extra: int = 0) -> bool:
         """Whether the pool, with `extra` blocks more, has room; a sequence `alone` may have all of it."""
         request = sequence.request
-        match = self._store.match(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
+        match = self._store.match(request.namespace, sequence.findable, sequence.keys, now, request.terms)
         growth = min(self._resume_growth, request.longest - sequence.length) if sequence.preemptions else 0
         need = self._store.blocks_for(sequence.length + (0 if alone else growth))
         need += match.idle - match.adopted
@@ -45,7 +45,7 @@ class Admission:
         """Adopt the cached prefix and reserve the rest of the prompt (in windowed layer groups: what `chunk` tokens
         take); None when that must wait for steps in flight."""
         request = sequence.request
-        table = self._store.adopt(request.namespace, sequence.tokens, sequence.keys, now, request.terms)
+        table = self._store.adopt(request.namespace, sequence.findable, sequence.keys, now, request.terms)
         table.forgotten = sequence.forgotten
         stop = min(table.cached + chunk, sequence.length)
         if self._store.grow(table, table.cached, stop, now, reserve=sequence.length) is None:

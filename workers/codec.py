@@ -16,11 +16,13 @@ from typing import Any
 
 from kvstore.sessions import Terms
 from workers.errors import CallFailed, EngineRefused, Refused
+from workers.logprobs import Logprobs
 from workers.outbox import Message
-from workers.plan import Draw, Finish, GroupDead, Row, StepPlan, TokenEvent
+from workers.plan import Bend, Draw, Finish, GroupDead, Penalties, Row, Score, StepPlan, TokenEvent
 from workers.sequence import Priority, Request, Sampling
 
-_VALUES = (StepPlan, Row, Draw, Message, TokenEvent, Request, Sampling, Terms, Refused)
+_PLANNED = (StepPlan, Row, Draw, Bend, Penalties, Score)
+_VALUES = (*_PLANNED, Message, TokenEvent, Logprobs, Request, Sampling, Terms, Refused)
 _OTHERS = (Finish, Priority, EngineRefused, GroupDead, CallFailed, frozenset)
 
 

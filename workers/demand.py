@@ -25,7 +25,8 @@ class Demand:
     `slot` those that a head keeps of a token in the widest layer; `decodes`: they must become fp32 before they are
     of use. A gather of one-token rows names at most `gather_slots` slots (0: attention gathers nothing), one of a
     longer row `tile`, whose scores are made for `block` tokens at a time. `windows` are those of the layer groups. With
-    MLA there is a `latent`; `expert` are this rank's columns of one expert, 0 without."""
+    MLA there is a `latent`; `expert` are this rank's columns of one expert, 0 without. Prompts are scored by `slice`
+    tokens at a time."""
 
     hidden: int
     q_heads: int
@@ -42,6 +43,7 @@ class Demand:
     windows: tuple[int | None, ...]
     latent: LatentShape | None = None
     expert: int = 0
+    slice: int = 0
 
     def buffers(self, plan: StepPlan) -> tuple[int, ...]:
         """Bytes of the largest buffers that live at the same time, none of them 0; () for a plan without rows."""
@@ -59,7 +61,9 @@ class Demand:
             )
         )
         # The logits come when the layers are done.
-        logits = sum(row.draw is not None for row in plan.rows) * self.vocabulary * _SAMPLING
+        drawn = sum(row.draw is not None for row in plan.rows)
+        scored = sum(len(row.score.targets) for row in plan.rows if row.score is not None)
+        logits = max(drawn, min(scored, self.slice)) * self.vocabulary * _SAMPLING
         later = (logits,) if logits > sum(attention) else attention
         return tuple(part for part in (plan.tokens * self._token_bytes(), *later) if part)
 

@@ -56,9 +56,11 @@ class Draft:
             tokens, source = (*tokens, PENDING), sequence.source
         blocks = -(-stop // self.block_size)
         tables = tuple(tuple(group[:blocks]) for group in table.blocks)
-        draw = sequence.request.sampling.draw(sequence.length) if draws else None
-        self.rows.append(Row(tokens, start, tables, draw, source))
-        self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached))
+        draw = sequence.draw() if draws else None
+        score = sequence.score(start, stop) if sequence.scores_prompt else None
+        self.rows.append(Row(tokens, start, tables, draw, source, score))
+        first = None if score is None else score.first
+        self.parts.append(Part(sequence, table, start, stop, draws, sequence.reached, first))
         self._planned.add(id(sequence))
         sequence.stepped = self.step
         self.budget -= count

@@ -152,7 +152,7 @@ def fill_pending(plan: StepPlan, sampled: tuple[int, ...]) -> StepPlan:
             continue
         if row.tokens != (PENDING,) or not 0 <= row.source < len(sampled):
             raise ValueError(f"step {plan.step}: row source {row.source} of {len(sampled)} sampled rows, {row.tokens}")
-        rows.append(replace(row, tokens=(sampled[row.source],)))
+        rows.append(row.filled(sampled[row.source]))
     return replace(plan, rows=tuple(rows))
 
 

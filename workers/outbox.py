@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from workers.logprobs import Logprobs, join
 from workers.plan import Finish, TokenEvent
 
 Key = tuple[str, int]
@@ -35,6 +36,8 @@ class _Backlog:
     finish: Finish | None = None
     cached: int = 0
     error: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt: Logprobs | None = None
 
 
 class Outbox:
@@ -70,6 +73,10 @@ class Outbox:
                 backlog = self._backlogs.setdefault(key, _Backlog(event.index))
                 assert event.index == backlog.start + len(backlog.tokens), f"a gap in the output of {key}"
                 backlog.tokens.extend(event.tokens)
+                if event.logprobs is not None:
+                    backlog.logprobs.append(event.logprobs)
+                if event.prompt is not None:
+                    backlog.prompt = event.prompt
                 backlog.finish, backlog.error, backlog.cached = event.finish, event.error, event.cached
                 self._unread[key] = None
                 self.pressing = self.pressing or not event.index or event.finish is not None
@@ -117,9 +124,15 @@ class Outbox:
         backlog = self._backlogs[key]
         index = backlog.start + backlog.read
         tokens = tuple(backlog.tokens[backlog.read :])
+        logprobs = None
+        if backlog.logprobs:
+            logprobs = join(backlog.logprobs)
+            backlog.logprobs, logprobs = [logprobs], logprobs.since(backlog.read)
+        # It comes with the first token; without one there is nothing to read twice but after a rewind.
+        prompt = None if backlog.read else backlog.prompt
         backlog.read = len(backlog.tokens)
         marks.append((key, index + len(tokens), backlog.finish is not None))
-        return TokenEvent(*key, index, tokens, backlog.finish, backlog.cached, backlog.error)
+        return TokenEvent(*key, index, tokens, backlog.finish, backlog.cached, backlog.error, logprobs, prompt)
 
     def _forget(self, key: Key, index: int, ended: bool) -> None:
         backlog = self._backlogs.get(key)
@@ -131,4 +144,7 @@ class Outbox:
         gone = index - backlog.start
         if gone > 0:
             del backlog.tokens[:gone]
+            backlog.prompt = None
+            if backlog.logprobs:
+                backlog.logprobs = [join(backlog.logprobs).since(gone)]
             backlog.start, backlog.read = index, backlog.read - gone

@@ -6,11 +6,12 @@ ranks hold weights and KV shards and no sequence state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 from kvstore.store import PoolReport
+from workers.logprobs import Logprobs
 
 PENDING = -1
 """In `Row.tokens`: the token that the step before this one is still sampling for `Row.source`."""
@@ -26,11 +27,36 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """What a client wants more or less of, in logits: `presence` and `frequency` are taken off tokens of the output,
+    `repetition` divides (negative ones: multiplies) those of prompt and output, `bias` is added to some ids. Before
+    `min_tokens` tokens of output none ends the sequence."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bend:
+    """What is done to a row's logits before its token is drawn. `prompt` are the distinct ids of the prompt, as far as
+    they matter, `output` all tokens generated so far (the last may be PENDING); the `banned` ones are not drawn."""
+
+    penalties: Penalties
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """How one row's next token is drawn. A draw is a function of (seed, position) and the row's logits only.
 
     `temperature` 0 is greedy (lowest id among ties); `top_k` 0, `top_p` 1 and `min_p` 0 are off. `position` is the
-    index in the sequence of the token that is drawn.
+    index in the sequence of the token that is drawn. `top`: its log-probability is wanted, and those of so many
+    likeliest tokens; None: nothing of the kind. What `bend` does to the logits does not show in these.
     """
 
     temperature: float = 0.0
@@ -39,6 +65,18 @@ class Draw:
     min_p: float = 0.0
     seed: int = 0
     position: int = 0
+    top: int | None = None
+    bend: Bend | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities that are wanted of tokens that are known: `targets` follow the tokens at positions first,
+    first + 1, … of a row; and at each place those of the `top` likeliest."""
+
+    first: int
+    targets: tuple[int, ...]
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +85,7 @@ class Row:
 
     `tables`: per layer group, the block ids that cover positions [0, start + len(tokens)). `tokens` is (PENDING,) when
     the token comes from row `source` of the step before (`source` indexes that step's sampled rows). `draw` is None for
-    a chunk whose logits nobody needs.
+    a chunk whose logits nobody needs; a `score` asks for those of its own tokens.
     """
 
     tokens: tuple[int, ...]
@@ -55,6 +93,14 @@ class Row:
     tables: tuple[tuple[int, ...], ...]
     draw: Draw | None = None
     source: int | None = None
+    score: Score | None = None
+
+    def filled(self, token: int) -> Row:
+        """The same with `token` in the place of the pending one."""
+        draw = self.draw
+        if draw is not None and draw.bend is not None and draw.bend.output[-1:] == (PENDING,):
+            draw = replace(draw, bend=replace(draw.bend, output=(*draw.bend.output[:-1], token)))
+        return replace(self, tokens=(token,), draw=draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +128,8 @@ class StepPlan:
 class StepResult:
     """What rank 0 gives back: the sampled token of each row that has a draw, in the plan's order; seconds it took.
 
+    `logprobs`: for each of these tokens, where its draw asks for them; () when none does. `scores`: for each row with a
+    score, in the plan's order.
     `dropped`: a rank had no memory for the step, so that no rank computed a row (`tokens` is empty); what the plan
     copies and zeroes was done. `short`: it is this step that found no memory; others
     are dropped because they built on it.
@@ -92,6 +140,8 @@ class StepResult:
     seconds: float = 0.0
     dropped: bool = False
     short: bool = False
+    logprobs: tuple[Logprobs | None, ...] = ()
+    scores: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +150,9 @@ class TokenEvent:
     last token is the stop token: generated and counted, but no part of the text.
 
     `tokens` are new output tokens [index, index + len(tokens)); `finish` is set on the last event only. `cached` is the
-    number of prompt tokens that came from the prefix cache, known from the first event on.
+    number of prompt tokens that came from the prefix cache, known from the first event on. Where the request asks for
+    them, `logprobs` are those of `tokens`, and `prompt` those of the prompt from its second token on, with the first
+    event of a request whose output begins here.
     """
 
     request: str
@@ -110,6 +162,8 @@ class TokenEvent:
     finish: Finish | None = None
     cached: int = 0
     error: str | None = None
+    logprobs: Logprobs | None = None
+    prompt: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from workers.plan import Draw, Group, Row, StepPlan, StepResult
+from workers.plan import Bend, Draw, Group, Penalties, Row, Score, StepPlan, StepResult
 
 Line = dict[str, Any]
 """One entry, ready for JSON: `at` (seconds), `kind` ("plan", "result" or an event's name), and what belongs to it."""
@@ -35,6 +35,7 @@ class Recorder:
     def plan(self, plan: StepPlan, now: float) -> None:
         """`plan` is about to be launched."""
         weight = plan.tokens + sum([len(row.tables[0]) for row in plan.rows])
+        weight += sum([len(row.draw.bend.output) for row in plan.rows if row.draw is not None and row.draw.bend])
         with self._lock:
             self._ring.append((now, plan, weight))
             self._plans += 1
@@ -108,14 +109,21 @@ def _fill(plan: StepPlan, before: tuple[int, ...] | None) -> StepPlan | None:
         return plan
     if before is None:
         return None
-    rows = (row if row.source is None else replace(row, tokens=(before[row.source],), source=None) for row in plan.rows)
+    rows = (row if row.source is None else replace(row.filled(before[row.source]), source=None) for row in plan.rows)
     return replace(plan, rows=tuple(rows))
 
 
 def _encode(entry: StepPlan | StepResult | Line) -> Line:
     if isinstance(entry, StepPlan):
         rows = [
-            [list(row.tokens), row.start, [list(t) for t in row.tables], row.draw and astuple(row.draw), row.source]
+            [
+                list(row.tokens),
+                row.start,
+                [list(table) for table in row.tables],
+                astuple(row.draw) if row.draw else None,
+                row.source,
+                astuple(row.score) if row.score else None,
+            ]
             for row in entry.rows
         ]
         turns = {"copy": [list(pair) for pair in entry.copy], "zero": list(entry.zero)}
@@ -126,10 +134,26 @@ def _encode(entry: StepPlan | StepResult | Line) -> Line:
     return entry
 
 
+def _draw(values: Sequence[Any]) -> Draw:
+    draw = Draw(*values)
+    if draw.bend is None:
+        return draw
+    (presence, frequency, repetition, bias, least), *tokens = values[-1]
+    penalties = Penalties(presence, frequency, repetition, tuple((id, value) for id, value in bias), least)
+    return replace(draw, bend=Bend(penalties, *map(tuple, tokens)))
+
+
 def _decode(line: Mapping[str, Any]) -> StepPlan:
     rows = [
-        Row(tuple(tokens), start, tuple(tuple(table) for table in tables), Draw(*draw) if draw else None, source)
-        for tokens, start, tables, draw, source in line["rows"]
+        Row(
+            tuple(tokens),
+            start,
+            tuple(tuple(table) for table in tables),
+            _draw(draw) if draw else None,
+            source,
+            Score(score[0], tuple(score[1]), score[2]) if score else None,
+        )
+        for tokens, start, tables, draw, source, score in line["rows"]
     ]
     copy = tuple((source, target) for source, target in line["copy"])
     return StepPlan(line["step"], tuple(rows), copy, tuple(line["zero"]), line["drops"])

@@ -19,10 +19,13 @@ from workers.batch import Batch, Batcher
 from workers.demand import Demand
 from workers.footprint import can_allocate, peak_bytes
 from workers.kvpool import KVPool
+from workers.logprobs import Logprobs
 from workers.models.factory import Spec, load_model
 from workers.models.spec import ModelSpec
 from workers.parallel import Communicator
+from workers.penalties import bend, bent_rows
 from workers.plan import Draw, Row, StepPlan, StepResult
+from workers.scoring import SLICE, Scorer
 from workers.selection import Wish, choose_kernels
 
 _SCALES = (0.5, 4.0)
@@ -84,6 +87,7 @@ class Runner:
                 checks=checks,
                 revision=revision,
             )
+        self._scorer = Scorer(comm, self._model.logits, self._model.widths, self.device)
         self._demand = self._demand_of(spec)
 
     def allocate(self, blocks: int, layout: KVLayout | None = None) -> None:
@@ -123,7 +127,7 @@ class Runner:
         if plan.rows and not self._comm.min_flag(int(self.reserve(plan))):
             self.drops += 1
             return StepResult(plan.step, (), dropped=True, short=True)
-        return StepResult(plan.step, self.compute(plan))
+        return self.compute(plan)
 
     def reserve(self, plan: StepPlan) -> bool:
         """Whether this rank has the memory for the plan's rows, by allocating their largest buffers for a moment."""
@@ -132,13 +136,14 @@ class Runner:
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Copy, zero, compute and sample. Rank 0: one token per row with a draw, in the plan's order; others: ()."""
         self._turn_over(plan)
-        return self.compute(plan)
+        return self.compute(plan).tokens
 
     def logits(self, plan: StepPlan) -> Tensor | None:
         """`run` up to the logits: fp32 [rows with a draw, vocab] on rank 0; None elsewhere or when no row has one."""
         self._turn_over(plan)
-        logits = self._forward(plan)
-        return None if logits is None else logits.clone()
+        with torch.inference_mode():
+            logits = self._forward(plan)[1]
+            return None if logits is None else logits.clone()
 
     def states(self, plan: StepPlan) -> Tensor:
         """`run` up to the hidden states of every token of a plan with rows, whether its logits are wanted or not: [T,
@@ -161,25 +166,43 @@ class Runner:
             self.pool.copy(plan.copy)
             self.pool.zero(plan.zero)
 
-    def compute(self, plan: StepPlan) -> tuple[int, ...]:
-        """`run` without what it does to whole blocks."""
-        logits = self._forward(plan)
-        if logits is None:
-            return ()
+    def compute(self, plan: StepPlan) -> StepResult:
+        """`run` without what it does to whole blocks, and with all that is asked for."""
         with torch.inference_mode():
-            return self._sample(logits, [row.draw for row in plan.rows if row.draw is not None])
+            hidden, logits = self._forward(plan)
+            tokens: tuple[int, ...] = ()
+            logprobs: tuple[Logprobs | None, ...] = ()
+            if logits is not None:
+                draws = [row.draw for row in plan.rows if row.draw is not None]
+                tokens = self._draw(logits, draws)
+                logprobs = self._scorer.of_sampled(logits, draws, tokens)
+            # Only now: its logits lie where those of the draws did.
+            scores = () if hidden is None else self._scorer.of_prompts(plan, hidden)
+        return StepResult(plan.step, tokens, logprobs=logprobs, scores=scores)
 
-    def _forward(self, plan: StepPlan) -> Tensor | None:
+    def _draw(self, logits: Tensor, draws: list[Draw]) -> tuple[int, ...]:
+        """A token for each row; the logits are as before then where their log-probabilities are wanted."""
+        bent = bent_rows(draws)
+        if not bent:
+            return self._sample(logits, draws)
+        told = any(draws[row].top is not None for row in bent)
+        raw = logits[bent] if told else None
+        bend(logits, draws)
+        tokens = self._sample(logits, draws)
+        if raw is not None:
+            logits[bent] = raw
+        return tokens
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Hidden states of all tokens, if there are any, and logits of the rows with a draw, on rank 0."""
         if not plan.rows:
-            return None
-        with torch.inference_mode():
-            batch = self._batcher.build(plan)
-            hidden = self._hidden(batch)
-            if not batch.draws:
-                return None
-            if len(batch.draws) < len(hidden):
-                hidden = hidden.index_select(0, batch.sampled)
-            return self._comm.gather_logits(self._model.logits(hidden), self._model.widths)
+            return None, None
+        batch = self._batcher.build(plan)
+        hidden = self._hidden(batch)
+        if not batch.draws:
+            return hidden, None
+        sampled = hidden.index_select(0, batch.sampled) if len(batch.draws) < len(hidden) else hidden
+        return hidden, self._comm.gather_logits(self._model.logits(sampled), self._model.widths)
 
     def _hidden(self, batch: Batch) -> Tensor:
         """[T, hidden], before the last norm; in a buffer that the next step uses again."""
@@ -210,6 +233,7 @@ class Runner:
             windows=tuple(group.window for group in self.layout.groups),
             latent=native.latent if native else None,
             expert=share(native.experts.columns) if native and native.experts else 0,
+            slice=SLICE,
         )
 
     def _largest(self) -> StepPlan:

@@ -15,6 +15,7 @@ from workers.admission import Admission, obstacle
 from workers.budget import Budget
 from workers.draft import Draft
 from workers.flight import Flight, Part
+from workers.logprobs import Logprobs
 from workers.plan import Finish, GroupDead, Limits, StepPlan, StepResult, TokenEvent
 from workers.preemption import batch_victims, choose_victim, freed_blocks
 from workers.sequence import Priority, Request, Sequence
@@ -138,13 +139,7 @@ class Scheduler:
         if flight.parts:
             self._budget.good(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
             self.steps.add(len(flight.parts), result.seconds, len(result.tokens), flight.computed)
-        events: list[TokenEvent] = []
-        tokens = iter(result.tokens)
-        for part in flight.parts:
-            token = next(tokens) if part.sampled else None
-            if part.sequence.finish is None:
-                self._apply_part(part, token, now, events)
-        return events
+        return [event for outcome in flight.outcomes(result) for event in self._apply_part(*outcome, now)]
 
     def _take_back(self, flight: Flight) -> None:
         """No rank computed a row of it, nor will one of the steps in flight, which build on it and come back dropped
@@ -161,7 +156,9 @@ class Scheduler:
             raise GroupDead("a rank has no memory for a step with one token of one sequence")
         self._budget.short(len(flight.parts), flight.computed)
 
-    def _apply_part(self, part: Part, token: int | None, now: float, events: list[TokenEvent]) -> None:
+    def _apply_part(
+        self, part: Part, token: int | None, logprobs: Logprobs | None, now: float
+    ) -> tuple[TokenEvent, ...]:
         sequence = part.sequence
         if token is not None:
             sequence.tokens.append(token)
@@ -170,15 +167,18 @@ class Scheduler:
         if part.holds:
             self.store.seal(part.table, sequence.tokens, part.computed, now)
             self.store.slide(part.table, part.computed, now)
-        finish = None
         if token is not None:
             finish = sequence.end_after(token)
-            events.append(sequence.event(token, finish=finish))
+            prompt = sequence.hand_over_scores() if sequence.outputs == 1 else None
+            event = sequence.event(token, finish=finish, logprobs=logprobs, prompt=prompt)
         elif not sequence.generates and part.holds and part.computed == sequence.length:
             finish = Finish.LENGTH
-            events.append(sequence.event(finish=finish))
+            event = sequence.event(finish=finish, prompt=sequence.hand_over_scores())
+        else:
+            return ()
         if finish is not None:
             self._end(sequence, finish, now)
+        return (event,)
 
     def _make_way(self, now: float) -> None:
         """Preempt batch work for the first in line, if it is interactive and that gives it the room it lacks."""
@@ -282,7 +282,7 @@ class Scheduler:
             sequence.cached = min(table.cached, len(sequence.request.prompt))
             self.counters.prompt_tokens += len(sequence.request.prompt)
             self.counters.cached_tokens += sequence.cached
-            expired, elsewhere = self.store.misses(table, sequence.request.prompt)
+            expired, elsewhere = self.store.misses(table, sequence.findable[: len(sequence.request.prompt)])
             self.counters.expired_asked += expired
             self.counters.lost_to_scope += elsewhere
 

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cluster.protocol.choice import Choice
+from cluster.protocol.choice import Choice, Whole
+from cluster.protocol.logprobs import ChatLogprobs, CompletionLogprobs, Stretch, chat_logprobs, completion_logprobs
+from cluster.text.spelling import Spelling
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -57,7 +59,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     finish_reason: Reason | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -71,13 +73,16 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
     @classmethod
-    def of(
-        cls, choices: Sequence[Choice], texts: Sequence[str], reasons: Sequence[str], id: str, created: int
-    ) -> Completion:
+    def of(cls, choices: Sequence[Choice], wholes: Sequence[Whole], id: str, created: int) -> Completion:
         """The whole answer."""
         made = [
-            CompletionChoice(index=choice.index, text=text, finish_reason=Reason(reason))
-            for choice, text, reason in zip(choices, texts, reasons, strict=True)
+            CompletionChoice(
+                index=choice.index,
+                text=whole.text,
+                finish_reason=Reason(whole.reason),
+                logprobs=completion_logprobs(whole.told, choice.spelling) if choice.tells else None,
+            )
+            for choice, whole in zip(choices, wholes, strict=True)
         ]
         return cls(id=id, created=created, model=choices[0].model, choices=made, usage=Usage.of(choices))
 
@@ -96,7 +101,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     finish_reason: Reason
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -110,13 +115,16 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
     @classmethod
-    def of(
-        cls, choices: Sequence[Choice], texts: Sequence[str], reasons: Sequence[str], id: str, created: int
-    ) -> ChatCompletion:
+    def of(cls, choices: Sequence[Choice], wholes: Sequence[Whole], id: str, created: int) -> ChatCompletion:
         """The whole answer."""
         made = [
-            ChatChoice(index=choice.index, message=AssistantMessage(content=text), finish_reason=Reason(reason))
-            for choice, text, reason in zip(choices, texts, reasons, strict=True)
+            ChatChoice(
+                index=choice.index,
+                message=AssistantMessage(content=whole.text),
+                finish_reason=Reason(whole.reason),
+                logprobs=chat_logprobs(whole.told, choice.spelling) if choice.tells else None,
+            )
+            for choice, whole in zip(choices, wholes, strict=True)
         ]
         return cls(id=id, created=created, model=choices[0].model, choices=made, usage=Usage.of(choices))
 
@@ -134,7 +142,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     finish_reason: Reason | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -167,9 +175,13 @@ class Chunks:
         """What precedes a choice's text."""
         return b""
 
-    def text(self, index: int, text: str) -> bytes:
-        """More text of a choice."""
-        return self._written(f'{{"index":{index},"text":{_encode(text)},"logprobs":null,"finish_reason":null}}')
+    def text(self, index: int, text: str, logprobs: str = "null") -> bytes:
+        """More text of a choice; `logprobs` is JSON."""
+        return self._written(f'{{"index":{index},"text":{_encode(text)},"logprobs":{logprobs},"finish_reason":null}}')
+
+    def logprobs(self, told: Sequence[Stretch], spelling: Spelling) -> str:
+        """Those of a text's tokens, as `text` takes them."""
+        return _encode(completion_logprobs(told, spelling).model_dump())
 
     def finish(self, index: int, reason: str) -> bytes:
         """A choice's last chunk."""
@@ -197,10 +209,14 @@ class ChatChunks(Chunks):
         """The chunk that opens the assistant's turn."""
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
-    def text(self, index: int, text: str) -> bytes:
-        """More text of a choice."""
+    def text(self, index: int, text: str, logprobs: str = "null") -> bytes:
+        """More text of a choice; `logprobs` is JSON."""
         delta = f'{{"content":{_encode(text)}}}'
-        return self._written(f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}')
+        return self._written(f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}')
+
+    def logprobs(self, told: Sequence[Stretch], spelling: Spelling) -> str:
+        """Those of a text's tokens, as `text` takes them."""
+        return _encode(chat_logprobs(told, spelling).model_dump())
 
     def finish(self, index: int, reason: str) -> bytes:
         """A choice's last chunk."""

@@ -21,6 +21,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_TIMEOUT_S = 86_400.0
 MAX_KEEP_S = 30 * 86_400.0
 MAX_PRIORITY = 100
+MAX_LOGPROBS = 20
+MAX_BIASES = 300
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for completions; a chat without `max_tokens` may fill the context."""
 
@@ -144,6 +146,26 @@ class Sampled(Scheduled):
         | None
     ) = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    min_tokens: (
+        Annotated[int, Field(ge=0, description="No end-of-sequence or stop token, and no stop string, before so many.")]
+        | None
+    ) = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    repetition_penalty: (
+        Annotated[
+            float,
+            Field(gt=0, le=10, allow_inf_nan=False, description="Of prompt and output, as in transformers; 1 is off."),
+        ]
+        | None
+    ) = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+            Field(max_length=MAX_BIASES, description="Token id -> what is added to its logit; -100 bans the token."),
+        ]
+        | None
+    ) = None
     ignore_eos: Annotated[bool, Field(description="Generate on past the model's end-of-sequence token.")] | None = None
     prompt_cache_key: (
         Annotated[str, Field(max_length=MAX_SESSION_CHARS, description="Names the session, as x-session-id does.")]
@@ -180,6 +202,23 @@ class CompletionRequest(Sampled):
     """POST /v1/completions. Several prompts give as many choices, `index` by prompt."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, description="0 is for echo only.")] | None = None
+    logprobs: Annotated[
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=MAX_LOGPROBS,
+                description="Log-probabilities of each token, and of so many likeliest ones at its place, by the "
+                "model's own distribution, before temperature and filters. The service may set a lower limit.",
+            ),
+        ]
+        | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
+    echo: (
+        Annotated[bool, Field(description="The text begins with the prompt, and so do the logprobs asked for.")] | None
+    ) = None
 
 
 class TextPart(Frozen):
@@ -214,6 +253,14 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions. The assistant's turn is always a new one, also after an assistant's message."""
 
     messages: Messages
+    logprobs: Annotated[bool, Field(description="The log-probability of each token, as for completions.")] | None = None
+    top_logprobs: (
+        Annotated[
+            int,
+            Field(ge=0, le=MAX_LOGPROBS, description="Of so many likeliest tokens at each place too; needs logprobs."),
+        ]
+        | None
+    ) = None
 
 
 class PrewarmRequest(Scheduled):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from cluster.errors import ApiError
 from cluster.generation import Completer, Generation
+from cluster.protocol.logprobs import Stretch, Trail
+from cluster.text.spelling import Spelling
 from cluster.text.tokenizer import Transcript
 from workers.plan import Finish, TokenEvent
 
@@ -21,23 +23,52 @@ log = logging.getLogger("tidegate.ingress")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of choice `index`, perhaps none; `reason` is OpenAI's finish_reason, on the choice's last delta only."""
+    """New text of choice `index`, perhaps none; `reason` is OpenAI's finish_reason, on the choice's last delta only.
+    `told` are the tokens that the text shows, where log-probabilities were asked for."""
 
     index: int
     text: str
     reason: str | None = None
+    told: tuple[Stretch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A choice that has ended: all of its deltas as one."""
+
+    text: str
+    reason: str
+    told: tuple[Stretch, ...] = ()
 
 
 class Choice:
-    """What has come of one generation so far. `model` is the name by which the client asked for its model."""
+    """What has come of one generation so far. `model` is the name by which the client asked for its model, `spelling`
+    the model's. The text begins with `echo`. A transcript that is traced tells of its tokens."""
 
-    def __init__(self, index: int, generation: Generation, transcript: Transcript, model: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        transcript: Transcript,
+        model: str,
+        spelling: Spelling,
+        *,
+        echo: str | None = None,
+    ) -> None:
         self.index = index
+        self.spelling = spelling
         self.generation = generation
         self.model = model
         self.cached = 0
         self._transcript = transcript
+        self._echo = echo
+        self._trail = Trail(transcript) if generation.sampling.logprobs is not None else None
         self._seen = 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether log-probabilities go with the text."""
+        return self._trail is not None
 
     @property
     def output_tokens(self) -> int:
@@ -54,9 +85,19 @@ class Choice:
         self._seen += len(event.tokens)
         self.cached = max(self.cached, event.cached)
         text = self._text(event)
-        if self._transcript.stopped:
-            return Delta(self.index, text, Finish.STOP.value)
-        return Delta(self.index, text, event.finish.value if event.finish else None)
+        finish = Finish.STOP if self._transcript.stopped else event.finish
+        told = self._told(event, text, finish is not None) if self._trail else ()
+        if self._echo is not None:
+            text, self._echo = self._echo + text, None
+        return Delta(self.index, text, finish.value if finish else None, told)
+
+    def _told(self, event: TokenEvent, text: str, ended: bool) -> tuple[Stretch, ...]:
+        trail = self._trail
+        assert trail is not None
+        echoed = None if self._echo is None else trail.echo(self.generation.prompt, event.prompt, self._echo)
+        trail.add(event.tokens, event.logprobs)
+        shown = trail.show(len(text), ended)
+        return tuple(stretch for stretch in (echoed, shown) if stretch is not None)
 
     def _text(self, event: TokenEvent) -> str:
         last, stop_ids = event.tokens[-1:], self.generation.sampling.stop_ids
@@ -64,9 +105,11 @@ class Choice:
         text = self._transcript.feed(event.tokens[:-1] if ends else event.tokens)
         if self._transcript.stopped:
             return text
+        if event.finish:
+            text += self._transcript.finish()
         if ends:
-            self._transcript.tokens += 1  # generated, but never part of the text
-        return text + self._transcript.finish() if event.finish else text
+            self._transcript.end()
+        return text
 
     def _failure(self, event: TokenEvent) -> ApiError:
         log.error("generation %s ended: %s", self.generation.id, event.error or event.finish)
@@ -95,14 +138,15 @@ def merged(completer: Completer, choices: Sequence[Choice]) -> AsyncGenerator[De
     return _side_by_side(completer, choices)
 
 
-async def collected(deltas: AsyncIterator[Delta], choices: Sequence[Choice]) -> tuple[list[str], list[str]]:
-    """The whole texts and their finish reasons, in the order of the choices."""
-    parts: list[list[str]] = [[] for _ in choices]
-    reasons = [""] * len(choices)
+async def collected(deltas: AsyncIterator[Delta], choices: Sequence[Choice]) -> list[Whole]:
+    """The whole choices, in their order."""
+    parts: list[list[Delta]] = [[] for _ in choices]
     async for delta in deltas:
-        parts[delta.index].append(delta.text)
-        reasons[delta.index] = delta.reason or ""
-    return ["".join(part) for part in parts], reasons
+        parts[delta.index].append(delta)
+    return [
+        Whole("".join(part.text for part in each), each[-1].reason or "", tuple(s for part in each for s in part.told))
+        for each in parts
+    ]
 
 
 async def _side_by_side(completer: Completer, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:

@@ -19,12 +19,7 @@ LEAVE_OUT = "leave it out"
 BOTH: dict[str, Neutral] = {
     "n": ((1,), "ask for one choice per prompt (n = 1) and send the request again for more"),
     "best_of": ((1,), "leave it out or send 1"),
-    "presence_penalty": ((0,), "leave it out or send 0"),
-    "frequency_penalty": ((0,), "leave it out or send 0"),
-    "repetition_penalty": ((1,), "leave it out or send 1"),
     "length_penalty": ((1,), "leave it out or send 1"),
-    "logit_bias": (({},), LEAVE_OUT),
-    "min_tokens": ((0,), "leave it out or send 0"),
     "response_format": (({"type": "text"},), 'leave it out or send {"type": "text"}'),
     "use_beam_search": ((False,), LEAVE_OUT),
     "guided_json": ((), LEAVE_OUT),
@@ -41,15 +36,11 @@ BOTH: dict[str, Neutral] = {
 }
 
 COMPLETION = BOTH | {
-    "logprobs": ((False,), LEAVE_OUT),
-    "echo": ((False,), "leave it out or send false"),
     "suffix": (("",), LEAVE_OUT),
     "add_special_tokens": ((True,), "send token ids to choose every token yourself"),
 }
 
 CHAT = BOTH | {
-    "logprobs": ((False,), "leave it out or send false"),
-    "top_logprobs": ((), LEAVE_OUT),
     "echo": ((False,), "leave it out or send false"),
     "tools": (([],), LEAVE_OUT),
     "tool_choice": (("none", "auto"), LEAVE_OUT),

@@ -16,14 +16,16 @@ from pydantic import BaseModel
 from cluster.generation import Completer
 from cluster.protocol.answers import ChatChunks, ChatCompletion, Chunks, Completion
 from cluster.protocol.api import ChatRequest, CompletionRequest, Sampled
-from cluster.protocol.choice import Choice, Delta, collected, merged
+from cluster.protocol.choice import Choice, Delta, Whole, collected, merged
 from cluster.protocol.connection import Connection
 from cluster.protocol.fields import CHAT, COMPLETION
 from cluster.protocol.intake import Intake
 from cluster.protocol.reader import Reader
 from cluster.protocol.streams import EventStream
 
-Whole = Callable[[Sequence[Choice], Sequence[str], Sequence[str], str, int], BaseModel]
+Answered = Callable[[Sequence[Choice], Sequence[Whole], str, int], BaseModel]
+LONG_ANSWER = 2_000
+"""Tokens with log-probabilities that are written on the event loop: some ten milliseconds. More go to a thread."""
 
 
 class Generating:
@@ -51,7 +53,7 @@ class Generating:
         return await self._answer(request, asked, choices, ChatChunks, ChatCompletion.of)
 
     async def _answer(
-        self, request: Request, asked: Sampled, choices: list[Choice], chunks: type[Chunks], whole: Whole
+        self, request: Request, asked: Sampled, choices: list[Choice], chunks: type[Chunks], answered: Answered
     ) -> Response:
         """Whatever is refused before the first token, and before a stream has to say that it waits, is an ApiError."""
         id, created = choices[0].generation.id.rpartition("-")[0], int(time.time())
@@ -61,8 +63,11 @@ class Generating:
             connection = Connection(request.receive)
             owned.callback(connection.close)
             if not asked.stream:
-                texts, reasons = await connection.run(collected(deltas, choices))
-                return _json(whole(choices, texts, reasons, id, created))
+                wholes = await connection.run(collected(deltas, choices))
+                told = sum(len(stretch.tokens) for whole in wholes for stretch in whole.told)
+                return await self._intake.off_loop(
+                    told > LONG_ANSWER, lambda: _json(answered(choices, wholes, id, created))
+                )
             first = asyncio.ensure_future(anext(deltas))
             owned.push_async_callback(_ended, first)
             await connection.run(asyncio.wait((first,), timeout=self._comment_s))

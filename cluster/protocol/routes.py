@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from cluster.errors import ApiError, not_ready
 from cluster.generation import Completer, Health, ModelCard
 from cluster.protocol.answers import ChatCompletion, Completion
-from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.api import MAX_LOGPROBS, ChatRequest, CompletionRequest, PrewarmRequest
 from cluster.protocol.caller import Callers
 from cluster.protocol.envelope import Envelope
 from cluster.protocol.generating import Generating
@@ -65,16 +65,18 @@ def build_app(
     body_limit: int = BODY_LIMIT,
     encoders: int = 2,
     comment_s: float = COMMENT_S,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> FastAPI:
     """The app of one ingress replica. Without `callers` there are no API keys. `body_limit` is in bytes, `encoders` the
-    number of threads that encode long prompts; `comment_s` seconds of silence in a stream are followed by a comment."""
+    number of threads that encode long prompts; `comment_s` seconds of silence in a stream are followed by a comment.
+    A completion may ask for `max_logprobs` likeliest tokens at each place."""
     app = FastAPI(title="Tidegate", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Envelope)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _http_error)
     callers = callers or Callers(lambda: None, time.time)
     served = ServedModels(models)
-    intake = Intake(served, encoders)
+    intake = Intake(served, encoders, max_logprobs)
     reader = Reader(callers, intake, body_limit)
     generating = Generating(completer, intake, reader, comment_s)
     generating_route(app, "/v1/completions", generating.completions, CompletionRequest, Completion)

@@ -84,7 +84,10 @@ class EventStream(StreamingResponse):
         if delta.index not in self._started:
             self._started.add(delta.index)
             written = self._chunks.start(delta.index)
-        if delta.text:
+        if delta.told:
+            logprobs = self._chunks.logprobs(delta.told, self._choices[delta.index].spelling)
+            written += self._chunks.text(delta.index, delta.text, logprobs)
+        elif delta.text:
             written += self._chunks.text(delta.index, delta.text)
         if delta.reason is not None:
             written += self._chunks.finish(delta.index, delta.reason)

@@ -5,6 +5,8 @@ Keeps count; when enough is enough is decided elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.coordination.grants import Ask, Incarnation, Refusal
 from cluster.requests.work import Endurance, Work
 from workers.plan import Finish, TokenEvent
@@ -67,23 +69,28 @@ class History:
 
 class Transcript:
     """The output that the client has been sent, and `cached`: prompt tokens that the first attempt found in the
-    cache (None: nothing has come yet)."""
+    cache (None: nothing has come yet). `scored`: it has been sent what it wanted to know of its prompt's tokens."""
 
     def __init__(self, request: str) -> None:
         self.output: list[int] = []
         self.cached: int | None = None
+        self.scored = False
         self._request = request
 
-    def add(self, news: TokenEvent) -> tuple[int, ...] | None:
-        """What of `news` is new; None when something between is missing."""
+    def add(self, news: TokenEvent) -> TokenEvent | None:
+        """The client's event for what of `news` is new, not its end; None when something between is missing."""
         have = len(self.output)
         if news.index > have:
             return None
         if self.cached is None:
             self.cached = news.cached
-        tokens = news.tokens[have - news.index :]
+        known = have - news.index
+        tokens = news.tokens[known:]
         self.output.extend(tokens)
-        return tokens
+        logprobs = None if news.logprobs is None else news.logprobs.since(min(known, len(news.tokens)))
+        prompt = None if self.scored else news.prompt
+        self.scored = self.scored or prompt is not None
+        return replace(self.event(news.attempt, tokens), logprobs=logprobs, prompt=prompt)
 
     def event(
         self, attempt: int, tokens: tuple[int, ...] = (), finish: Finish | None = None, error: str | None = None

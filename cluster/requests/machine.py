@@ -7,6 +7,8 @@ its end it still takes in what is late, to give it back. Knows no asyncio, no Ra
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.coordination.grants import Grant, Refusal, Ticket
 from cluster.requests import moves, verdicts
 from cluster.requests.account import Account
@@ -190,8 +192,8 @@ class RequestMachine:
         current = self.current
         if current is None or news.attempt != self.history.attempt or epoch < current.epoch:
             return
-        tokens = self.transcript.add(news)
-        if tokens is None:
+        fresh = self.transcript.add(news)
+        if fresh is None:
             self._miss("output got lost on the way", now)
             return
         self._run()
@@ -200,10 +202,10 @@ class RequestMachine:
         if news.finish not in (None, Finish.ABORT) and not late:
             self.fault = FAILED if news.finish is Finish.ERROR else None
             self._finish_attempt(news.finish)
-            self._say_last(tokens, news.finish, news.error)
+            self._end(moves.End(replace(fresh, finish=news.finish, error=news.error)))
             return
-        if tokens:
-            self._actions.append(moves.Emit(self.transcript.event(news.attempt, tokens)))
+        if fresh.tokens:
+            self._actions.append(moves.Emit(fresh))
         if late:
             self._time_out(now)  # the group saw the deadline pass before we did
         elif news.finish is Finish.ABORT:
@@ -236,7 +238,7 @@ class RequestMachine:
         self._finish_attempt(Finish.ABORT)
         finish = self.work.complete(self.output)
         if finish is not None:
-            self._say_last((), finish)
+            self._say_last(finish)
         elif end is not None:
             self._fail_with(end, f"The request was given up: {reason}.")
         else:
@@ -289,12 +291,12 @@ class RequestMachine:
         """A refusal while the client has seen nothing; otherwise a last event that says what happened."""
         self.fault = refusal.code
         if self.output:
-            self._say_last((), Finish.ERROR, refusal.message)
+            self._say_last(Finish.ERROR, refusal.message)
         else:
             self._end(moves.End(refusal=refusal))
 
-    def _say_last(self, tokens: tuple[int, ...], finish: Finish, error: str | None = None) -> None:
-        self._end(moves.End(self.transcript.event(self.history.attempt, tokens, finish, error)))
+    def _say_last(self, finish: Finish, error: str | None = None) -> None:
+        self._end(moves.End(self.transcript.event(self.history.attempt, (), finish, error)))
 
     def _end(self, end: moves.End) -> None:
         self.phase = Phase.ENDED

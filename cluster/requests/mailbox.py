@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from workers.logprobs import follow
 from workers.plan import TokenEvent
 
 
@@ -17,6 +18,8 @@ def merge(unread: TokenEvent, news: TokenEvent) -> TokenEvent:
         finish=news.finish,
         cached=news.cached,
         error=news.error,
+        logprobs=follow(unread.logprobs, news.logprobs),
+        prompt=news.prompt if unread.prompt is None else unread.prompt,
     )
 
 

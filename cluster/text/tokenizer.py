@@ -18,6 +18,7 @@ import tokenizers
 
 from cluster.errors import ApiError
 from cluster.text.detokenizer import detokenizer
+from cluster.text.spelling import Spelling
 from cluster.text.stops import StopMatcher
 from cluster.text.template import ChatTemplate, read_template, special_names
 from cluster.text.vocabulary import Vocabulary
@@ -35,6 +36,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self.vocabulary = Vocabulary(tokenizer)
+        self.spelling = Spelling(tokenizer, self.vocabulary)
         self._bos = tokenizer.token_to_id(bos) if bos is not None else None
         spellings = sorted((text for text in self.vocabulary.special_texts if len(text) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, spellings))) if spellings else None
@@ -82,9 +84,9 @@ class Tokenizer:
             ids.extend(self._encode(part, special=False))
         return tuple(ids)
 
-    def transcript(self, stops: tuple[str, ...] = ()) -> Transcript:
+    def transcript(self, stops: tuple[str, ...] = (), *, least: int = 0, traced: bool = False) -> Transcript:
         """A new answer's text."""
-        return Transcript(self._tokenizer, self.vocabulary, stops)
+        return Transcript(self._tokenizer, self.vocabulary, stops, least=least, traced=traced)
 
     def special_id(self, text: str) -> int | None:
         """The id of the control token that is spelled so, if there is one."""
@@ -125,11 +127,26 @@ class Tokenizer:
 
 
 class Transcript:
-    """One answer's text, ended before its stop string. `tokens` counts those fed until the text ended."""
+    """One answer's text, ended before its stop string, of which the first `least` tokens are no part. `tokens` counts
+    those fed until the text ended. When `traced`,
+    `pieces` are what each token added to the text (of those that were counted, with the stop string in them, and of the
+    prompt's): "" for a part of a character, and for a token that never shows."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        vocabulary: Vocabulary,
+        stops: tuple[str, ...],
+        *,
+        least: int = 0,
+        traced: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer(tokenizer, vocabulary)
+        self._vocabulary = vocabulary
         self._matcher = StopMatcher(stops) if stops else None
+        self._least = least
+        self._traced = traced
+        self.pieces: list[str] = []
         self.tokens = 0
 
     @property
@@ -139,20 +156,53 @@ class Transcript:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that can be shown now. Tokens after a stop string's last one are neither shown nor counted."""
-        if self._matcher is None:
+        if self._matcher is None and not self._traced:
             self.tokens += len(tokens)
             return self._detokenizer.feed(tokens)
         shown = []
         for token in tokens:
-            if self._matcher.hit:
+            if self.stopped:
                 break
             self.tokens += 1
-            shown.append(self._matcher.feed(self._detokenizer.feed((token,))))
+            piece = self._detokenizer.feed((token,))
+            if self._traced:
+                self.pieces.append(piece)
+            shown.append(piece if self._matcher is None or self.tokens <= self._least else self._matcher.feed(piece))
         return "".join(shown)
+
+    def end(self) -> None:
+        """A token that ends the text came: it was generated, but it is no part of it."""
+        self.tokens += 1
+        if self._traced:
+            self.pieces.append("")
+
+    def echo(self, prompt: Sequence[int], text: str | None) -> str:
+        """The prompt's text, before any output: `text`, if it was sent as such, with control tokens where it spells
+        them out. No stop string is looked for there."""
+        pieces: list[str] = []
+        position = 0
+        for token in prompt:
+            control = self._vocabulary.controls.get(token)
+            if control is None:
+                piece = self._detokenizer.feed((token,))
+            else:
+                tail = self._detokenizer.flush()
+                position += len(tail)
+                if pieces:
+                    pieces[-1] += tail
+                # One that the tokenizer adds by itself is in no text.
+                piece = control if text is None or text.startswith(control, position) else ""
+            position += len(piece)
+            pieces.append(piece)
+        if self._traced:
+            self.pieces += pieces
+        return "".join(pieces) if text is None else text
 
     def finish(self) -> str:
         """The tokens have ended: what was held back."""
         tail = self._detokenizer.flush()
+        if self._traced and self.pieces:
+            self.pieces[-1] += tail
         if self._matcher is None:
             return tail
         return self._matcher.feed(tail) + self._matcher.flush()

@@ -19,8 +19,8 @@ KEEP_TEXT = {"ByteLevel", "Metaspace", "Digits"}
 
 class Vocabulary:
     """`size` is one above the highest id. `special` ids are control tokens: skipped in text. `special_texts` maps their
-    text to their id. `longest` is the most characters of a text that one token can stand for, None where no bound
-    is certain."""
+    text to their id, `controls` the other way. `longest` is the most characters of a text that one token can stand for,
+    None where no bound is certain."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         entries = tokenizer.get_vocab(with_added_tokens=True)
@@ -28,6 +28,7 @@ class Vocabulary:
         self.size = max(entries.values(), default=-1) + 1
         self.special = frozenset(id for id, token in added.items() if token.special)
         self.special_texts = {token.content: id for id, token in added.items() if token.special}
+        self.controls = {id: text for text, id in self.special_texts.items()}
         self.byte_level = _kind(tokenizer.decoder) == "ByteLevel"
         self.longest = _longest(tokenizer, entries, added)
         self._tokenizer = tokenizer

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 
+from cluster.requests.mailbox import merge
 from workers.engine import Engine
-from workers.plan import Finish, GroupReport
+from workers.plan import Finish, GroupReport, TokenEvent
 from workers.rank import Rank
 from workers.sequence import Request
 from workers.settings import GroupSettings
@@ -52,10 +53,14 @@ class LocalGroup:
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Run all requests together, as if they had been granted; their output tokens by id."""
+        return {name: list(event.tokens) for name, event in self.answers(requests).items()}
+
+    def answers(self, requests: Sequence[Request]) -> dict[str, TokenEvent]:
+        """The same; all events of each request as one."""
         engine = self.engine
         assert engine is not None
         outbox = engine.subscribe("test", lambda: None, time.monotonic())
-        outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+        answers: dict[str, TokenEvent] = {}
         for request in requests:
             engine.submit("test", replace(request, grant=request.grant or f"{request.id}-{request.attempt}"))
         left = len(requests)
@@ -64,12 +69,13 @@ class LocalGroup:
             engine.renew("test", time.monotonic())
             message = outbox.read()
             for event in message.events if message else ():
-                outputs[event.request].extend(event.tokens)
+                before = answers.get(event.request)
+                answers[event.request] = merge(before, event) if before else event
                 assert event.finish is not Finish.ERROR, event.error
                 left -= event.finish is not None
             if message:
                 engine.ack("test", message.number)
-        return outputs
+        return answers
 
     def report(self) -> GroupReport:
         """The engine's report, by way of one turn."""

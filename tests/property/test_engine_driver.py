@@ -16,8 +16,9 @@ from kvstore.prefixes import PrefixCache
 from kvstore.store import KVStore
 from tests.driver import Driver, Setup
 from workers.flight import Part
-from workers.plan import Finish
+from workers.plan import PENDING, Draw, Finish
 from workers.scheduler import Scheduler
+from workers.sequence import Sequence
 from workers.waiting import WaitingList
 
 SEEDS = 150
@@ -50,6 +51,8 @@ def test_the_drivers_reach_what_they_are_for() -> None:
     assert sum(len(d.aborted) for d in drivers) > 20
     assert sum(d.finishes[name] is Finish.ERROR for d in drivers for name in d.finishes) > 20
     assert sum(not request.sampling.max_tokens for d in drivers for request in d.sent.values()) > 20
+    assert sum(len(scores) for d in drivers for scores in d.scores.values()) > 1000
+    assert sum(len(told) for d in drivers for told in d.told.values()) > 1000
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -249,7 +252,39 @@ def start_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitingList, "remove", lambda self, sequence: None)
 
 
+def find_what_must_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache, where no logits are."""
+    monkeypatch.setattr(Sequence, "findable", property(lambda self: self.tokens))
+
+
+def forget_what_was_said_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties must count the token that the step before is still drawing."""
+    monkeypatch.setattr(Sequence, "draw", lambda self, draw=Sequence.draw: without_pending(draw(self)))
+
+
+def without_pending(draw: Draw) -> Draw:
+    if draw.bend is None or PENDING not in draw.bend.output:
+        return draw
+    return replace(draw, bend=replace(draw.bend, output=draw.bend.output[:-1]))
+
+
+def score_anew_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self, first, scores):  # type: ignore[no-untyped-def]
+        self.scores.append(scores)
+        self.scored = max(self.scored, first + len(scores))
+
+    def preempt(self, sequence, now, base=Scheduler._preempt):  # type: ignore[no-untyped-def]
+        base(self, sequence, now)
+        sequence.scored = 0
+
+    monkeypatch.setattr(Sequence, "take_scores", take)
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
 BUGS = [
+    find_what_must_be_scored,
+    score_anew_after_a_preemption,
+    forget_what_was_said_while_a_step_runs,
     seal_early,
     skip_fence,
     forget_a_reference,

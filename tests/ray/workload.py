@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import psutil
@@ -19,16 +20,18 @@ WARM_CHUNKS = 12
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client has got in the end."""
+    """What a client has got in the end; `told` are the tokens that came with log-probabilities."""
 
     text: str
     finish: str | None
     prompt_tokens: int
     completion_tokens: int
+    told: tuple[str, ...] = ()
 
 
 def jobs(stage: Stage, tokens: int) -> list[Job]:
-    """Greedy and seeded streams of up to `tokens` tokens; of the last two, one ends at a stop string near the end."""
+    """Greedy and seeded streams of up to `tokens` tokens; of the last two, one ends at a stop string near the end, and
+    the other asks for log-probabilities of all of its tokens, under penalties."""
     # Few candidates: among all of a flat distribution a last bit of a logit would sometimes pick a neighbour.
     seeded = {"temperature": 0.8, "top_k": 20, "seed": 11}
     plain: list[Job] = [
@@ -37,20 +40,31 @@ def jobs(stage: Stage, tokens: int) -> list[Job]:
         {"prompt": "Once upon a time", "max_tokens": tokens, **seeded, "seed": 12},
     ]
     text = run(stage, plain[2]).text
-    return [*plain, {**plain[2], "stop": [_unique_piece(text)]}]
+    penalties = {"frequency_penalty": 0.4, "repetition_penalty": 1.2, "min_tokens": tokens - 10}
+    told: Job = {"prompt": "A storm came up", "max_tokens": tokens, **seeded, "logprobs": 2, "echo": True, **penalties}
+    return [*plain, {**plain[2], "stop": [_unique_piece(text)]}, told]
 
 
 def run(stage: Stage, job: Job, seen: Callable[[int], None] = lambda chunks: None) -> Answer:
     """One stream to its end; `seen` hears of every chunk."""
     pieces: list[str] = []
+    told: list[str] = []
+    offsets: list[int] = []
     finish, usage = None, {}
     for count, chunk in enumerate(stage.stream(**job, stream_options={"include_usage": True}), 1):
         for choice in chunk["choices"]:
             pieces.append(choice["text"])
             finish = choice["finish_reason"] or finish
+            if choice["logprobs"]:
+                told += choice["logprobs"]["tokens"]
+                offsets += choice["logprobs"]["text_offset"]
         usage = chunk.get("usage") or usage
         seen(count)
-    return Answer("".join(pieces), finish, usage["prompt_tokens"], usage["completion_tokens"])
+    if "logprobs" in job:  # each token once, whatever happened on the way
+        assert "".join(told) == "".join(pieces)
+        assert len(told) == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert offsets == [0, *accumulate(map(len, told[:-1]))]
+    return Answer("".join(pieces), finish, usage["prompt_tokens"], usage["completion_tokens"], tuple(told))
 
 
 def run_all(stage: Stage, work: Sequence[Job], disturb: Callable[[], None] | None = None) -> list[Answer]:

@@ -13,9 +13,11 @@ from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest
 from cluster.protocol.caller import Callers
 from cluster.protocol.fields import CHAT, COMPLETION, MESSAGE
 from cluster.tenants import KeyRing, Tenant, hash_of
-from tests.scripted import app_of, chat, complete, says, send
+from tests.scripted import END, app_of, chat, complete, ids, says, send
+from tests.unit.test_routes_logprobs import tells
+from workers.plan import Finish
 
-APP = app_of(says("the fox", by=2))
+APP = app_of(tells((*ids("the fox"), END), Finish.STOP, by=2))
 RING = KeyRing.read(json.dumps({"tenants": [{"name": "t", "keys": [hash_of("key")]}]}), Tenant())
 KEYED = app_of(says("the fox"), callers=Callers(lambda: RING, lambda: 0.0))
 TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["tiny", "user", "text", "<|im_end|>", "fox"]))
@@ -43,6 +45,14 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "top_p": st.floats(0, 1),
     "seed": st.integers(-(2**63), 2**63 - 1),
     "stop": st.lists(st.text("the fox", min_size=1, max_size=3), max_size=3),
+    "logprobs": st.one_of(st.integers(0, 5), st.booleans()),
+    "top_logprobs": st.integers(0, 20),
+    "echo": st.booleans(),
+    "min_tokens": st.integers(0, 20),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 10),
+    "logit_bias": st.dictionaries(st.integers(0, 330).map(str), st.floats(-100, 100), max_size=3),
 }
 SCHEDULED: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-100, 100),

@@ -9,7 +9,7 @@ import pytest
 
 from workers.demand import Demand
 from workers.models.shapes import LatentShape
-from workers.plan import Draw, Row, StepPlan
+from workers.plan import Draw, Row, Score, StepPlan
 
 DEMAND = Demand(
     hidden=576,
@@ -104,3 +104,14 @@ def test_more_ranks_share_the_work_and_a_window_bounds_it() -> None:
     assert asked(chunk, half) < asked(chunk) < asked(far)
     windowed = replace(DEMAND, windows=(1024,))
     assert asked(chunk, windowed) == asked(far, windowed) < asked(chunk)
+
+
+def test_scoring_a_prompt_asks_for_a_slice_of_logits_however_long_the_chunk() -> None:
+    demand = replace(DEMAND, slice=32)
+
+    def logits(tokens: int, targets: int) -> int:
+        row = Row((3,) * tokens, 0, ((0,),), None, None, Score(0, (5,) * targets, 5))
+        return max(demand.buffers(StepPlan(1, (row,)))[1:])
+
+    assert logits(512, 511) == logits(512, 64) == logits(64, 32) == 32 * 49_152 * 16
+    assert logits(8, 2) < logits(64, 32)

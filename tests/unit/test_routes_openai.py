@@ -11,7 +11,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from tests.scripted import app_of, says
+from tests.scripted import app_of, ids, says
+from tests.unit.test_routes_logprobs import tells
 from tests.unit.test_routes_streams import FAILURES, fails_after
 
 TEXT = "the quick brown fox 日本語 🙂"
@@ -68,6 +69,32 @@ def test_completions_take_each_form_of_prompt_and_our_own_fields() -> None:
             assert texts == [TEXT] * wanted
 
     using(app_of(says(TEXT)), work)
+
+
+def test_log_probabilities_are_the_clients_own_types() -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        whole = await client.completions.create(model="tiny", prompt="hi", logprobs=2, echo=True)
+        told = whole.choices[0].logprobs
+        assert told is not None and told.tokens is not None and told.text_offset is not None
+        assert "".join(told.tokens) == whole.choices[0].text == "hi" + TEXT
+        answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, top_logprobs=2)
+        entries = answer.choices[0].logprobs
+        assert entries is not None and entries.content is not None
+        assert b"".join(bytes(entry.bytes or []) for entry in entries.content).decode() == TEXT
+        assert all(len(entry.top_logprobs) == 2 for entry in entries.content)
+        stream = await client.chat.completions.create(
+            model="tiny", messages=HI, logprobs=True, top_logprobs=2, stream=True
+        )
+        streamed = [
+            entry
+            async for chunk in stream
+            for choice in chunk.choices
+            if choice.logprobs
+            for entry in choice.logprobs.content or []
+        ]
+        assert streamed == entries.content
+
+    using(app_of(tells(ids(TEXT))), work)
 
 
 def test_models_are_listed_and_retrieved() -> None:

@@ -115,6 +115,7 @@ def test_every_ingress_setting_comes_from_a_key(tmp_path: Path) -> None:
         "drain_s": 3.0,
         "request_timeout_s": 4.0,
         "stream_comment_s": 5.0,
+        "max_logprobs": 9,
         "session_blocks": 6,
         "tenant_blocks": 7,
         "max_keep_alive_s": 8.0,
@@ -128,6 +129,7 @@ def test_every_ingress_setting_comes_from_a_key(tmp_path: Path) -> None:
     assert values == ("session", 1.0, 2, 3.0, 4.0)
     rest = (settings.comment_s, settings.session_blocks, settings.tenant_blocks, settings.max_keep_s)
     assert rest == (5.0, 6, 7, 8.0)
+    assert settings.max_logprobs == 9
     assert [(m.folder, m.names, m.revision, m.max_model_len) for m in settings.models] == [
         ("/x", ("x",), "rx", 9),
         ("/y", ("z", "zz"), "ry", None),
