@@ -19,6 +19,7 @@ from deploy.catalog import resolve
 from deploy.config import ClusterConfig, ConfigError, load
 from deploy.console import Stages
 from deploy.house import strangers, tidegate_version
+from deploy.jobs import command as batching
 from deploy.models import command as modelling
 from deploy.plan import command as planning
 from deploy.quality import command as measuring
@@ -40,6 +41,7 @@ cli.command()(planning.plan)
 cli.command()(modelling.models)
 cli.command()(remodelling.upcycle)
 cli.command()(measuring.quality)
+cli.command()(batching.summarize)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")
 

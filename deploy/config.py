@@ -44,6 +44,9 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "ladder": LadderSection,
 }
 
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray tells a job's program about the job by this variable, whose name is what it says."""
+
 
 class ConfigError(ValueError):
     """The config is refused; one line per fault: where, which key, what is wrong, what to write instead."""
@@ -166,19 +169,21 @@ class ClusterConfig(ModelSection):
 @dataclass(frozen=True, slots=True)
 class Environment:
     """The environment variables that Tidegate reads: TIDEGATE_CACHE (folder for models, default ~/.cache/tidegate) and
-    TIDEGATE_NAMESPACE_SECRET_FILE (file that keys the prefix cache's namespaces); and Ray's RAY_USE_TLS: whether what
-    its processes say to each other is encrypted."""
+    TIDEGATE_NAMESPACE_SECRET_FILE (file that keys the prefix cache's namespaces); and of Ray: RAY_USE_TLS, whether what
+    its processes say to each other is encrypted, and whether this process is a Ray job's."""
 
     cache: Path
     namespace_secret_file: str | None = None
     encrypted: bool = False
+    in_ray_job: bool = False
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
         """Read `variables` (the process's own by default)."""
         cache = variables.get("TIDEGATE_CACHE") or "~/.cache/tidegate"
         encrypted = variables.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-        return cls(Path(cache).expanduser(), variables.get("TIDEGATE_NAMESPACE_SECRET_FILE") or None, encrypted)
+        secret = variables.get("TIDEGATE_NAMESPACE_SECRET_FILE") or None
+        return cls(Path(cache).expanduser(), secret, encrypted, _RAY_JOB in variables)
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -55,6 +55,7 @@ class FakeServer:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        self._routes(app)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", self.port)
@@ -63,6 +64,9 @@ class FakeServer:
         ready.set()
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())
+
+    def _routes(self, app: web.Application) -> None:
+        """Further routes, for whoever extends this server."""
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "stand-in"}]})

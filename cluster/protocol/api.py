@@ -263,6 +263,14 @@ class ChatRequest(Sampled):
     ) = None
 
 
+class TokenizeRequest(Frozen):
+    """POST /tokenize: a chat (`messages`), or what completions begin with (`prompt`). Nothing is computed."""
+
+    model: str
+    messages: Messages | None = None
+    prompt: Prompts | None = None
+
+
 class PrewarmRequest(Scheduled):
     """POST /v1/sessions/{session}/prewarm: what a chat (`messages`) or what completions (`prompt`) will begin with.
     Nothing is generated."""

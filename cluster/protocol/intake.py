@@ -26,17 +26,21 @@ from cluster.protocol.api import (
     Prompt,
     Sampled,
     Scheduled,
+    TokenizeRequest,
 )
 from cluster.protocol.caller import Caller
 from cluster.protocol.choice import Choice
 from cluster.protocol.schedule import Schedule
 from cluster.protocol.served import ServedModels
+from cluster.tenants import Tenant
 from cluster.text.tokenizer import Tokenizer
 from workers.plan import Penalties
 from workers.sequence import Sampling
 
 Result = TypeVar("Result")
 
+_ANY_CONTEXT = 2**62
+"""For texts that are only counted."""
 SHORT = 2_000
 """Characters that are encoded on the event loop: about a millisecond. More go to a thread."""
 MAX_SCORES = 2**18
@@ -94,7 +98,7 @@ class Intake:
     async def prewarm(self, asked: PrewarmRequest, caller: Caller) -> list[Choice]:
         """One choice per prompt, each without a token to generate."""
         if (asked.messages is None) == (asked.prompt is None):
-            raise ApiError("Send either 'messages' or 'prompt'.", "invalid_value", "messages")
+            raise _either()
         if asked.messages is not None:
             desk = self._desk(asked, caller, "messages")
             prompts = [await self._rendered(asked.messages, desk)]
@@ -102,6 +106,15 @@ class Intake:
             desk = self._desk(asked, caller, "prompt")
             prompts = await self._encoded(asked.prompt or (), desk)
         return _choices("prewarm", asked, [(one, _no_sampling(one, desk)) for one in prompts], desk)
+
+    async def tokens(self, asked: TokenizeRequest, tenant: Tenant) -> tuple[list[tuple[int, ...]], ModelCard]:
+        """The tokens of each prompt, however many there are, and the card of their model."""
+        tokenizer, card = self._models.pick(asked.model, tenant)
+        if (asked.messages is None) == (asked.prompt is None):
+            raise _either()
+        if asked.messages is not None:
+            return [await self._chatted(asked.messages, tokenizer, _ANY_CONTEXT)], card
+        return await self._texts(asked.prompt or (), tokenizer, _ANY_CONTEXT), card
 
     async def off_loop(self, long: bool, work: Callable[..., Result], *arguments: object) -> Result:
         """`work(*arguments)`, in a thread when it takes `long`."""
@@ -114,18 +127,27 @@ class Intake:
         return _Desk(tokenizer, card, Schedule.of(asked, caller), param)
 
     async def _encoded(self, prompts: Sequence[Prompt], desk: _Desk) -> list[tuple[int, ...]]:
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await self.off_loop(size > SHORT, _ids_of, prompts, desk)
+        return await self._texts(prompts, desk.tokenizer, desk.card.max_model_len)
 
     async def _rendered(self, turns: Sequence[Message], desk: _Desk) -> tuple[int, ...]:
+        return await self._chatted(turns, desk.tokenizer, desk.card.max_model_len)
+
+    async def _texts(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int) -> list[tuple[int, ...]]:
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.off_loop(size > SHORT, _ids_of, prompts, tokenizer, context)
+
+    async def _chatted(self, turns: Sequence[Message], tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
         messages = [turn.fields() for turn in turns]
         size = sum(MESSAGE_CHARS + len(message["content"]) for message in messages)
-        return await self.off_loop(size > SHORT, desk.tokenizer.encode_chat, messages, desk.card.max_model_len)
+        return await self.off_loop(size > SHORT, tokenizer.encode_chat, messages, context)
 
 
-def _ids_of(prompts: Sequence[Prompt], desk: _Desk) -> list[tuple[int, ...]]:
-    context = desk.card.max_model_len
-    return [desk.tokenizer.encode(one, context) if isinstance(one, str) else one for one in prompts]
+def _either() -> ApiError:
+    return ApiError("Send either 'messages' or 'prompt'.", "invalid_value", "messages")
+
+
+def _ids_of(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int) -> list[tuple[int, ...]]:
+    return [tokenizer.encode(one, context) if isinstance(one, str) else one for one in prompts]
 
 
 def _choices(

@@ -10,7 +10,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cluster.protocol.api import MAX_SESSION_CHARS, MAX_TIMEOUT_S, ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.api import (
+    MAX_SESSION_CHARS,
+    MAX_TIMEOUT_S,
+    ChatRequest,
+    CompletionRequest,
+    PrewarmRequest,
+    TokenizeRequest,
+)
 
 COMPONENTS = "#/components/schemas/{model}"
 BEARER = {"type": "http", "scheme": "bearer", "description": "The API key that the operator gave you."}
@@ -93,14 +100,15 @@ def describe(app: FastAPI, keyed: bool) -> None:
     def page() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            asked = [(model, "validation") for model in (CompletionRequest, ChatRequest, PrewarmRequest)]
+            bodies = (CompletionRequest, ChatRequest, PrewarmRequest, TokenizeRequest)
+            asked = [(model, "validation") for model in bodies]
             _, schemas = models_json_schema(asked, ref_template=COMPONENTS)  # type: ignore[arg-type]
             components = made.setdefault("components", {})
             components.setdefault("schemas", {}).update(schemas["$defs"])
             if keyed:
                 components["securitySchemes"] = {"key": BEARER}
                 for path, route in made["paths"].items():
-                    for operation in route.values() if path.startswith("/v1/") else ():
+                    for operation in route.values() if path.startswith(("/v1/", "/tokenize")) else ():
                         operation["security"] = [{"key": []}]
             app.openapi_schema = made
         return app.openapi_schema

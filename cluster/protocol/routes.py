@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from cluster.errors import ApiError, not_ready
 from cluster.generation import Completer, Health, ModelCard
 from cluster.protocol.answers import ChatCompletion, Completion
-from cluster.protocol.api import MAX_LOGPROBS, ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.api import MAX_LOGPROBS, ChatRequest, CompletionRequest, PrewarmRequest, TokenizeRequest
 from cluster.protocol.caller import Callers
 from cluster.protocol.envelope import Envelope
 from cluster.protocol.generating import Generating
@@ -27,6 +27,7 @@ from cluster.protocol.openapi import CLASS_HEADER, ERRORS, TIMEOUT_HEADER, descr
 from cluster.protocol.reader import Reader
 from cluster.protocol.served import ServedModel, ServedModels
 from cluster.protocol.sessions import Sessions
+from cluster.protocol.tokens import Tokenizing
 
 BODY_LIMIT = 8 * 1024 * 1024
 COMMENT_S = 10.0
@@ -81,6 +82,8 @@ def build_app(
     generating = Generating(completer, intake, reader, comment_s)
     generating_route(app, "/v1/completions", generating.completions, CompletionRequest, Completion)
     generating_route(app, "/v1/chat/completions", generating.chat, ChatRequest, ChatCompletion)
+    counted = {"requestBody": taking(TokenizeRequest)}
+    app.post("/tokenize", responses=ERRORS, openapi_extra=counted)(Tokenizing(intake, reader).tokens)
     _add_sessions(app, Sessions(completer, intake, reader))
     _add_models(app, served, callers)
     _add_health(app, completer, version)

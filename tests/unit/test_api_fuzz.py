@@ -9,7 +9,7 @@ from urllib.parse import quote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest
+from cluster.protocol.api import ChatRequest, CompletionRequest, PrewarmRequest, TokenizeRequest
 from cluster.protocol.caller import Callers
 from cluster.protocol.fields import CHAT, COMPLETION, MESSAGE
 from cluster.tenants import KeyRing, Tenant, hash_of
@@ -98,6 +98,12 @@ def test_no_chat_request_is_a_server_error(body: dict[str, Any]) -> None:
 def test_no_prewarming_of_any_session_is_a_server_error(body: dict[str, Any], session: str) -> None:
     path = f"/v1/sessions/{quote(session.encode('utf-8', 'replace'), safe='')}/prewarm"
     check_answer(send(APP, "POST", path, json={"model": "tiny"} | body))
+
+
+@given(bodies({*TokenizeRequest.model_fields, *CHAT}, {"prompt": PROMPTS, "messages": MESSAGES}))
+@settings(max_examples=300, deadline=None)
+def test_no_counting_is_a_server_error(body: dict[str, Any]) -> None:
+    check_answer(send(APP, "POST", "/tokenize", json={"model": "tiny"} | body))
 
 
 @given(HEADERS)

@@ -148,6 +148,7 @@ def test_the_openapi_page_is_whole_and_names_what_the_routes_take() -> None:
         "/v1/models/{model}",
         "/v1/sessions/{session}",
         "/v1/sessions/{session}/prewarm",
+        "/tokenize",
         "/health",
         "/version",
     }
