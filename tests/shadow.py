@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.layout import OPEN_WINDOW
 from kvstore.table import GONE
 from workers.plan import PENDING, Draw, Row, StepPlan, StepResult
 
@@ -157,10 +158,12 @@ class ShadowGroup:
         return outcomes.pop()
 
     def _run_table(self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None) -> int:
-        """What each query sees must be one chain. A window of one token sees nothing of what came before: the digest
-        of that is taken from wherever it still lies."""
+        """What each query sees must be one chain. A window of one token is that of open blocks, of which a query reads
+        its own: the digest of what came before is taken from wherever it still lies."""
         size = self.block_size
         first = 0 if window is None else max(0, row.start - window + 1)
+        if window == OPEN_WINDOW:
+            first = row.start // size * size
         parent = ROOT
         if row.start:
             parent = self._check_chain(table, first, row.start) if first < row.start else self._prefix(row)
