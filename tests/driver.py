@@ -22,6 +22,9 @@ INGRESS = "ingress"
 PUBLIC = b"public"
 NAMESPACES = {b"a": b"t", b"b": b"t", b"c": b"u", b"d": b""}
 """Whose namespace it is: the tenant."""
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (None, None), (None, 5), (None, 11, 11), (7,), (20, 3)]
+WINDOWS += [(None, 1, 1), (6, 1, 1)]
+"""Of the layer groups; those of one token are of open blocks."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import KVLayout, LayerKV, Precision, Vector, live_blocks, shard_heads, split_evenly
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector, live_blocks
+from kvstore.shards import shard_heads, split_evenly
 
 GIB = 2**30
 BF16 = Precision.BF16
@@ -133,7 +134,7 @@ def test_what_cannot_be_kept_by_channel_is_refused() -> None:
         lambda: LayerKV(1, (Vector(64, BF16), Vector(64, channel))),
         lambda: KVLayout(15, (LayerKV.pair(1, 64, channel),)),
     ):
-        with pytest.raises(ValueError, match="by channel|even block_size"):
+        with pytest.raises(ValueError, match=r"by channel|even block_size"):
             wrong()
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.layout import HeadShard, KVLayout, LayerKV, Precision, shard_heads
+from kvstore.layout import KVLayout, LayerKV, Precision
 from kvstore.precisions import PrecisionError, PrecisionMap, Stored
+from kvstore.shards import HeadShard, shard_heads
 from workers.models.document import load_object
 from workers.models.parts import PLAIN, NormKind, Residual, TensorNames
 from workers.models.rope import Rope, Unsupported

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
+from kvstore.layout import KVLayout, LayerKV
 from kvstore.precisions import PrecisionMap
+from kvstore.shards import HeadShard, shard_heads
 from workers.models.rope import Unsupported
 
 
