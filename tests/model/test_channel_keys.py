@@ -9,6 +9,7 @@ from torch import Tensor
 from kvstore.layout import Precision
 from tests.model.attended import Attended
 from workers.attention.formats import decode, encode, seal, unseal
+from workers.native.library import load_library
 from workers.rotation import rotate
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -67,7 +68,8 @@ def test_what_is_no_number_spoils_its_channel_of_the_block_and_no_other(odd: flo
 
 def device(backend: str, block_size: int, **rest: object) -> Attended:
     """With NaN in every slot that is not written."""
-    found = Attended(None, HEADS, RATIO, DIM, block_size=block_size, precision=(CHANNEL, INT4), **rest)  # type: ignore[arg-type]
+    library = load_library() if backend == "native" else None
+    found = Attended(library, HEADS, RATIO, DIM, block_size=block_size, precision=(CHANNEL, INT4), **rest)  # type: ignore[arg-type]
     found.pool.columns[0].fill_(255)
     return found
 
@@ -112,23 +114,31 @@ RULES: list[dict[str, object]] = [
 CHUNKS = [[300], [64, 64, 172], [1, 63, 64, 1, 100, 71], [31, 33, 236], [1] * 300]
 
 
+BACKENDS = [("reference", 32), ("reference", 64), ("native", 64), ("native", 128)]
+CLOSE = {"reference": 2e-4, "native": 0.02}
+"""How far from fp64: the native kernels round queries, weights and what comes out to bf16."""
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: ",".join(rule) + str(rule.get("window", "")))
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(("backend", "block_size"), BACKENDS)
 @pytest.mark.parametrize(
     "chunks", [[300], [64, 64, 172], [1, 63, 64, 1, 100, 71], [31, 33, 237 - 1], [1] * 300], ids=str
 )
-def test_every_query_reads_what_its_position_says(rule: dict[str, object], block_size: int, chunks: list[int]) -> None:
-    found = device("reference", block_size, lengths=(300,), **rule)
+def test_every_query_reads_what_its_position_says(
+    backend: str, block_size: int, rule: dict[str, object], chunks: list[int]
+) -> None:
+    found = device(backend, block_size, lengths=(300,), **rule)
     for key in range(HEADS):
         found.heads[0].unflatten(-1, (-1, DIM))[:, RATIO * HEADS + key, 4 + key] *= 12
     wanted = expected(found, 0, *(rule.get(name) for name in ("window", "softcap", "sinks")))  # type: ignore[arg-type]
     got = found.walk(0, chunks)
-    assert (got - wanted).abs().max() < 2e-4
+    assert (got - wanted).abs().max() < CLOSE[backend]
 
 
-def test_rows_of_all_kinds_share_a_step() -> None:
+@pytest.mark.parametrize("backend", CLOSE)
+def test_rows_of_all_kinds_share_a_step(backend: str) -> None:
     lengths = (130, 64, 200, 33)
-    found = device("reference", 32, lengths=lengths)
+    found = device(backend, 64 if backend == "native" else 32, lengths=lengths)
     wanted = [expected(found, sequence, None, None, None) for sequence in range(4)]
     got: list[list[Tensor]] = [[] for _ in lengths]
     for step in (
@@ -140,7 +150,7 @@ def test_rows_of_all_kinds_share_a_step() -> None:
         for (sequence, _), part in zip(step, found.run(step), strict=True):
             got[sequence].append(part)
     for sequence in range(4):
-        assert (torch.cat(got[sequence]) - wanted[sequence]).abs().max() < 2e-4
+        assert (torch.cat(got[sequence]) - wanted[sequence]).abs().max() < CLOSE[backend]
 
 
 def test_a_sealed_block_never_changes_and_an_open_one_has_no_scales() -> None:
