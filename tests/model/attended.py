@@ -18,6 +18,7 @@ from workers.models.rope import Rope
 from workers.native.attention import NativeAttention
 from workers.native.calls import Calls
 from workers.native.library import Library
+from workers.native.pairs import BLOCK_STEP
 from workers.native.workspace import Workspace
 from workers.rotation import Rotation
 
@@ -46,7 +47,7 @@ class Attended:
         ratio: int,
         dim: int,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         precision: Precision | tuple[Precision, Precision] = Precision.BF16,
         lengths: Sequence[int] = (700,),
         seed: int = 0,
@@ -55,8 +56,10 @@ class Attended:
         sinks: Tensor | None = None,
     ) -> None:
         """`library` None: the reference, in fp32. `precision` of keys and values, or of either. Unused slots hold NaN
-        for the native backend, and blocks before the window are gone."""
+        for the native backend, and blocks before the window are gone. A block has 16 tokens, or as few as keys by
+        channel allow, unless said otherwise."""
         kept = precision if isinstance(precision, tuple) else (precision, precision)
+        block_size = block_size or (BLOCK_STEP if kept[0].by_channel else 16)
         needed = sum(-(-length // block_size) for length in lengths)
         layout = KVLayout(block_size, (LayerKV.pair(heads, dim, kept[0], kept[1].of_values, window),))
         groups = len(layout.groups)

@@ -98,8 +98,8 @@ def heads_of(device: Attended, dim: int, heads: int) -> tuple[Tensor, Tensor]:
     return both[:, :heads].contiguous(), both[:, heads:].contiguous()
 
 
-KEPT = dict.fromkeys(vector for pair in PAIRS for vector in pair)
-"""Every format that the native kernels store."""
+KEPT = dict.fromkeys(vector for pair in PAIRS for vector in pair if not vector.by_channel)
+"""Every format that the native kernels store token by token."""
 
 
 @pytest.mark.parametrize("precision", KEPT, ids=lambda kind: kind.label)
