@@ -19,8 +19,8 @@ inline int first_step(const Place& place, int part) {
 class Tiles {
   public:
     Tiles(const Layer& layer, const TileShape& shape)
-        : layer_(layer), work_(*layer.work), bytes_(shape.bytes), per_block_(work_.block_size / TILE_SLOTS),
-          head_bytes_(shape.head_bytes(per_block_)) {}
+        : layer_(layer), work_(*layer.work), bytes_(shape.bytes), channels_(shape.channels),
+          per_block_(work_.block_size / TILE_SLOTS), head_bytes_(shape.head_bytes(per_block_)) {}
 
     // The tiles of the keys [base, base + keys) of the unit's head that some query of it sees, and the first of those
     // in place of the others.
@@ -71,6 +71,10 @@ class Tiles {
         find(place, base, keys, tiles);
         const int first = unseen(place, base);
         ahead.begin(tiles + first, (keys + TILE_SLOTS - 1) / TILE_SLOTS - first, bytes_);
+        if (!channels_) return;
+        const std::int32_t block = work_.tables[place.row.table + (base / TILE_SLOTS + first) / per_block_];
+        const char* const scales = tile(block, place.unit.head, per_block_);
+        for (std::size_t at = 0; at < channels_; at += Ahead::LINE) __builtin_prefetch(scales + at, 0, 2);
     }
 
     // Tile `index` of a head; behind the last one, what its channels have.
@@ -84,7 +88,7 @@ class Tiles {
 
     const Layer& layer_;
     const tg_attention& work_;
-    const std::size_t bytes_;
+    const std::size_t bytes_, channels_;
     const int per_block_;
     const std::size_t head_bytes_;
 };
