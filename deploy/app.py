@@ -204,9 +204,9 @@ def check(config: ClusterConfig, folders: Sequence[Path]) -> None:
             spec.shards(section.tensor_parallel_size)
             if isinstance(spec, GenericSpec):
                 spec.check_weights(section.weight_precision)
-            section.kv_precision.settle(Precision.BF16).of(spec.layers)
+            spec.layout(section.block_size, section.kv_precision.settle(Precision.BF16), 1)
         except PrecisionError as error:
-            key = ".".join(("kv_precision", error.key))
+            key = ".".join(part for part in ("kv_precision", error.key) if part)
             raise ConfigError(f"{key}: {error.message}, as {section.model} is built") from error
         except ValueError as error:
             raise ConfigError(f"{section.model} cannot be served: {error}") from error

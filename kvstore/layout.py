@@ -6,6 +6,13 @@ from the numbers here, and the store counts blocks of `KVLayout.block_size` toke
 Bytes per token per layer: `2 * kv_heads * head_dim * bytes` for MHA, GQA and MQA; `(kv_lora_rank + qk_rope_head_dim) *
 bytes` for MLA, whose joint latent is stored once. Quantised precisions add scales per (token, head), inside the page,
 so that copies, sharing and sharding move them along.
+
+Keys by channel (KIVI, arXiv 2402.02750, in paged form) have their scales per (block, head, channel), also in the page.
+They can only be written when a block's last token is known, and never change then: the block is sealed. Until then, and
+for every query of the same block, its keys lie in 16 bits in blocks of the same pool, by layer groups of their own:
+what a query reads depends on its position alone. Such open keys take up to twice a page of their layer, so that there
+are two groups, each with one half of the block's tokens in the columns of the sealed pages. Their tables are those of a
+window of one token, so that a sequence holds few such blocks, and nothing caches them.
 """
 
 from __future__ import annotations
@@ -13,12 +20,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
+
+from kvstore.shards import split_evenly
 
 
 class Precision(Enum):
     """How one element is stored: `bits` per element, `scale_bytes` per (token, head) vector, inline in the page: an
-    fp32 scale, for INT4 a scale and the lowest value, both bf16."""
+    fp32 scale, for INT4 a scale and the lowest value, both bf16. INT4_CHANNEL is for keys alone: it has INT4's scale
+    and lowest value per channel, from all tokens of a block."""
 
     FP32 = ("fp32", 32, 0)
     BF16 = ("bf16", 16, 0)
@@ -27,6 +37,7 @@ class Precision(Enum):
     FP8_E5M2 = ("fp8_e5m2", 8, 4)
     INT8 = ("int8", 8, 4)
     INT4 = ("int4", 4, 4)
+    INT4_CHANNEL = ("int4_channel", 4, 0)
 
     def __init__(self, label: str, bits: int, scale_bytes: int) -> None:
         self.label = label
@@ -41,9 +52,29 @@ class Precision(Enum):
                 return precision
         raise ValueError(f"unknown KV precision {label!r}; known: {', '.join(p.label for p in cls)}")
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether scales are a block's, per channel."""
+        return self is Precision.INT4_CHANNEL
+
+    @property
+    def of_values(self) -> Precision:
+        """What values are kept in where this is said of both: those have their scales per token always."""
+        return Precision.INT4 if self.by_channel else self
+
     def vector_bytes(self, elements: int) -> int:
-        """Bytes of one vector of `elements` values and its inline scale."""
+        """Bytes of one vector of `elements` values and its inline scale, if it has one of its own."""
         return (elements * self.bits + 7) // 8 + self.scale_bytes
+
+
+CHANNEL_SCALE_BYTES = 4
+"""Per channel of a block: the step and the lowest value, both bf16."""
+OPEN_BYTES = 2
+"""Per element of an open block's keys, which are bf16."""
+HALVES = 2
+"""Layer groups that share the keys of open blocks, and what the block size is a multiple of."""
+OPEN_WINDOW = 1
+"""Of the tables of open blocks: a token to come sees none of them but its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +86,13 @@ class Vector:
 
     @property
     def bytes(self) -> int:
-        """Its scales included."""
+        """Its scales included, where they are its own."""
         return self.precision.vector_bytes(self.elements)
+
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes of the scales that all such vectors of a block share."""
+        return CHANNEL_SCALE_BYTES * self.elements if self.precision.by_channel else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +113,18 @@ class LayerKV:
             raise ValueError(f"not a KV shape: {self}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 token, got {self.window}")
+        if any(vector.precision.by_channel for vector in self.vectors[1:]):
+            raise ValueError("values are kept by token, not by channel")
+        if self.joint and self.by_channel:
+            raise ValueError("MLA's latents are kept by token, not by channel")
 
     @classmethod
     def pair(
         cls, heads: int, head_dim: int, key: Precision, value: Precision | None = None, window: int | None = None
     ) -> LayerKV:
-        """Keys and values of `heads` KV heads; values like keys unless said otherwise."""
-        return cls(heads, (Vector(head_dim, key), Vector(head_dim, value or key)), window)
+        """Keys and values of `heads` KV heads; values like keys unless said otherwise (by token, where keys are kept by
+        channel)."""
+        return cls(heads, (Vector(head_dim, key), Vector(head_dim, value or key.of_values)), window)
 
     @classmethod
     def latent(cls, rank: int, rope: int, precision: Precision, kept: Precision | None = None) -> LayerKV:
@@ -99,8 +140,18 @@ class LayerKV:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes this layer keeps per token, scales included."""
+        """Bytes this layer keeps per token, its own scales included."""
         return self.heads * self.slot_bytes
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether keys are kept by channel in sealed blocks."""
+        return self.vectors[0].precision.by_channel
+
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes this layer keeps per block beside those of its tokens: scales by channel."""
+        return self.heads * sum(vector.channel_bytes for vector in self.vectors)
 
     @property
     def text(self) -> str:
@@ -115,10 +166,12 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one block table, because they have the same window."""
+    """Layers that share one block table, because they have the same window. `half`: it holds that half of the open
+    keys, by tokens, of those of its layers that keep keys by channel."""
 
     layers: tuple[int, ...]
     window: int | None
+    half: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +191,23 @@ class KVLayout:
             raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
         if not self.layers:
             raise ValueError("a layout needs at least one layer")
+        if self.block_size % HALVES and any(layer.by_channel for layer in self.layers):
+            raise ValueError(f"keys by channel need an even block_size, got {self.block_size}")
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups: those without a window first, then in order of their first layer. The same on every rank, as
-        ranks share out heads alike in all layers."""
+        """Layer groups: those without a window first, then in order of their first layer; then, for each of these that
+        has layers with keys by channel, the two that hold its open keys. The same on every rank, as ranks share out
+        heads alike in all layers."""
+        sealed = self._sealed_groups
+        opened = (group for group in sealed if any(self.layers[layer].by_channel for layer in group.layers))
+        return (
+            *sealed,
+            *(LayerGroup(group.layers, OPEN_WINDOW, half) for group in opened for half in range(HALVES)),
+        )
+
+    @property
+    def _sealed_groups(self) -> tuple[LayerGroup, ...]:
         members: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
             members.setdefault(layer.window, []).append(index)
@@ -156,8 +221,9 @@ class KVLayout:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Bytes of each page of a block: column k has room for the k-th layer of any group."""
-        pages = [[self.page_bytes(layer) for layer in group.layers] for group in self.groups]
+        """Bytes of each page of a block: column k has room for the k-th layer of any group. Half of a block's open keys
+        are never more than the page of their layer."""
+        pages = [[self.page_bytes(layer) for layer in group.layers] for group in self._sealed_groups]
         return tuple(max(column) for column in zip_longest(*pages, fillvalue=0))
 
     @property
@@ -165,10 +231,20 @@ class KVLayout:
         """Of each layer, its group and its column."""
         where = {
             layer: (number, column)
-            for number, group in enumerate(self.groups)
+            for number, group in enumerate(self._sealed_groups)
             for column, layer in enumerate(group.layers)
         }
         return tuple(where[layer] for layer in range(len(self.layers)))
+
+    @property
+    def open_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Of each layer, the groups that hold its open keys, first half first; () where keys are not by channel."""
+        found: list[tuple[int, ...]] = [() for _ in self.layers]
+        for number, group in enumerate(self.groups):
+            for layer in group.layers if group.half is not None else ():
+                if self.layers[layer].by_channel:
+                    found[layer] += (number,)
+        return tuple(found)
 
     @property
     def precisions(self) -> frozenset[Precision]:
@@ -177,8 +253,8 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token over all layers of this rank."""
-        return sum(layer.token_bytes for layer in self.layers)
+        """Bytes per token over all layers of this rank, of a block that is full and sealed; whole ones."""
+        return -(-sum(map(self.page_bytes, range(len(self.layers)))) // self.block_size)
 
     @property
     def block_bytes(self) -> int:
@@ -192,8 +268,14 @@ class KVLayout:
         return ", ".join(f"{count} layers of {kind}" for kind, count in kinds.items())
 
     def page_bytes(self, layer: int) -> int:
-        """Bytes of one page of `layer`."""
-        return self.block_size * self.layers[layer].token_bytes
+        """Bytes of one page of `layer`, scales included."""
+        return self.block_size * self.layers[layer].token_bytes + self.layers[layer].channel_bytes
+
+    def open_bytes(self, layer: int) -> int:
+        """Bytes of half of a block's open keys of `layer`; 0 where keys are not by channel."""
+        kept = self.layers[layer]
+        elements = self.block_size // HALVES * kept.heads * kept.vectors[0].elements
+        return OPEN_BYTES * elements if kept.by_channel else 0
 
     def blocks_in(self, budget: int) -> int:
         """How many whole blocks `budget` bytes buy on this rank."""
@@ -205,56 +287,12 @@ class KVLayout:
         return blocks if window is None else min(blocks, live_blocks(window, 1, self.block_size))
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes a sequence of `tokens` keeps on this rank, windows taken into account."""
-        return sum(layer.bytes_for(tokens) for layer in self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShard:
-    """The attention heads of one rank: query heads [q_start, q_stop) and the KV heads [kv_start, kv_stop) they read."""
-
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-
-    @property
-    def q_heads(self) -> int:
-        return self.q_stop - self.q_start
-
-    @property
-    def kv_heads(self) -> int:
-        return self.kv_stop - self.kv_start
+        """Bytes a sequence of `tokens` keeps on this rank, windows taken into account; blocks count as sealed."""
+        scales = (layer.channel_bytes * self.blocks_for(tokens, layer.window) for layer in self.layers)
+        return sum(layer.bytes_for(tokens) for layer in self.layers) + sum(scales)
 
 
 def live_blocks(window: int, ahead: int, block_size: int) -> int:
     """The most blocks that a windowed layer group holds of one sequence, when `ahead` tokens may be on their way beyond
     those that are in place: the first of them still sees `window` - 1 tokens before it."""
     return (window + ahead + block_size - 3) // block_size + 1
-
-
-def split_evenly(total: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of each of `parts` contiguous shares of `total`; the first `total % parts` get one more."""
-    small, extra = divmod(total, parts)
-    starts = [part * small + min(part, extra) for part in range(parts + 1)]
-    return tuple(pairwise(starts))
-
-
-def shard_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
-    """Spread heads over `ranks`: whole KV heads while there are enough, else the query heads of a KV head are split.
-
-    A KV head that several ranks share is held by each of them. ValueError when there is no query head for some rank,
-    or when the query heads are no multiple of the KV heads.
-    """
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
-    if ranks > q_heads:
-        raise ValueError(f"tensor_parallel_size {ranks} is more than the {q_heads} query heads; use at most {q_heads}")
-    ratio = q_heads // kv_heads
-    if ranks <= kv_heads:
-        return tuple(HeadShard(a * ratio, b * ratio, a, b) for a, b in split_evenly(kv_heads, ranks))
-    shards = []
-    for head, (first, last) in enumerate(split_evenly(ranks, kv_heads)):
-        for a, b in split_evenly(ratio, last - first):
-            shards.append(HeadShard(head * ratio + a, head * ratio + b, head, head + 1))
-    return tuple(shards)

@@ -2,7 +2,8 @@
 
 Written as one word, `int8`, or as a mapping: `{default: int8, layers: {0-2: bf16, -3-: bf16}}`. A range names layers
 from 0 on, both ends included; negative numbers count from the end, `-3-` are the last three. Where keys and values
-differ, `{k: int8, v: int4}` stands instead of a word.
+differ, `{k: int8, v: int4}` stands instead of a word. `int4_channel` is how keys may be kept: alone it means values in
+int4.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Stored:
     @property
     def label(self) -> str:
         """In one word or two."""
-        return self.key.label if self.key is self.value else f"k {self.key.label} v {self.value.label}"
+        return self.key.label if self.value is self.key.of_values else f"k {self.key.label} v {self.value.label}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +62,17 @@ class Words:
         if isinstance(given, Mapping):
             if set(given) != {"k", "v"}:
                 raise PrecisionError(key, f"wants a precision, or both k and v, got {_shown(given)}")
-            return cls(_word(given["k"], _path(key, "k")), _word(given["v"], _path(key, "v")))
+            value = _word(given["v"], _path(key, "v"))
+            if _of_values(value) != value:
+                raise PrecisionError(_path(key, "v"), f"{value} is for keys alone; write {_of_values(value)}")
+            return cls(_word(given["k"], _path(key, "k")), value)
         word = _word(given, key)
-        return cls(word, word)
+        return cls(word, _of_values(word))
 
     @property
     def plain(self) -> object:
         """What `parse` makes this of."""
-        return self.key if self.key == self.value else {"k": self.key, "v": self.value}
+        return self.key if self.value == _of_values(self.key) else {"k": self.key, "v": self.value}
 
     def settle(self, auto: Precision) -> Words:
         """With `auto` in the place of "auto"."""
@@ -132,7 +136,7 @@ class PrecisionMap:
     @classmethod
     def uniform(cls, precision: Precision) -> PrecisionMap:
         """All layers in `precision`."""
-        return cls(Words(precision.label, precision.label))
+        return cls(Words(precision.label, precision.of_values.label))
 
     @property
     def plain(self) -> object:
@@ -184,6 +188,11 @@ def _word(given: object, key: str) -> str:
     if text not in LABELS:
         raise PrecisionError(key, f"must be one of {', '.join(LABELS)}, got {_shown(given)}")
     return text
+
+
+def _of_values(word: str) -> str:
+    """The word for the values where `word` is said of keys and values."""
+    return word if word == AUTO else Precision.parse(word).of_values.label
 
 
 def _path(*keys: str) -> str:

@@ -107,7 +107,8 @@ class KVStore:
         return len(self._holdings)
 
     def blocks_for(self, tokens: int) -> int:
-        """The most blocks that a sequence holds until it has `tokens`, over all layer groups."""
+        """The most blocks that a sequence holds until it has `tokens`, over all layer groups, open ones apart that a
+        chunk passes through."""
         return self.extent.blocks_for(tokens)
 
     def match(
@@ -271,7 +272,7 @@ class KVStore:
 
     def _seal_block(self, table: BlockTable, group: int, index: int, content: tuple[int, ...], now: float) -> bool:
         block = table.blocks[group][index]
-        if block == GONE or block in self._cache:
+        if block == GONE or block in self._cache or not self.extent.caches(group):
             return True
         twin = self._cache.index.find(group, table.keys[index], content)
         if twin is None:
@@ -281,5 +282,6 @@ class KVStore:
 
     def _lost_some(self, table: BlockTable) -> bool:
         """Whether a block that `table` had sealed has left the index."""
-        sealed = (block for blocks in table.blocks for block in blocks[: table.sealed])
+        cached = (blocks for group, blocks in enumerate(table.blocks) if self.extent.caches(group))
+        sealed = (block for blocks in cached for block in blocks[: table.sealed])
         return any(block != GONE and block not in self._cache for block in sealed)

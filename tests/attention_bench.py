@@ -30,7 +30,7 @@ from workers.native.workspace import Workspace
 
 Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 9, 3, 64, 30
 """SmolLM2-135M's."""
-BLOCK = 16
+BLOCK, BLOCK_BY_CHANNEL = 16, 64
 AIMS = {"int8": 1.0}
 OTHERS = 0.9
 """Of the others' speed in that of bf16."""
@@ -38,21 +38,22 @@ OTHERS = 0.9
 
 def decode(layout: KVLayout, batch: int, context: int) -> Callable[[], float]:
     """A decode step over every layer, `batch` rows of `context` normal keys and values; its time in seconds."""
-    pool = KVPool(layout, batch * -(-context // BLOCK), torch.device("cpu"))
-    tables = torch.randperm(pool.blocks).view(batch, -1).tolist()
+    size = layout.block_size
+    pool = KVPool(layout, len(layout.groups) * batch * -(-context // size), torch.device("cpu"))
+    tables = torch.randperm(pool.blocks).view(batch, len(layout.groups), -1).tolist()
     backend = NativeAttention(Calls(load_library(), Workspace()), pool, [AttentionRule(HEAD_DIM**-0.5)] * LAYERS)
 
     def step(start: int, count: int) -> tuple[Batch, Tensor]:
-        spans = tuple(Span(row * count, count, start, (tuple(table),)) for row, table in enumerate(tables))
+        spans = tuple(Span(row * count, count, start, tuple(map(tuple, table))) for row, table in enumerate(tables))
         where = torch.arange(start, start + count).repeat(batch)
         heads = torch.randn(len(where), (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
-        return Batch(torch.zeros_like(where), where, spans, where[:0], (), BLOCK), heads
+        return Batch(torch.zeros_like(where), where, spans, where[:0], (), size), heads
 
-    for start in range(0, context - 1, BLOCK):
-        written, heads = step(start, min(BLOCK, context - 1 - start))
+    for start in range(0, context - 1, size):
+        written, heads = step(start, min(size, context - 1 - start))
         backend.attend(0, heads, None, backend.prepare(written))
-    for page in pool.pages[1:]:
-        page.copy_(pool.pages[0])
+    for column in pool.columns[1:]:
+        column.copy_(pool.columns[0])
     last, heads = step(context - 1, 1)
 
     def run() -> float:
@@ -70,7 +71,12 @@ def main() -> int:
     for name, default in (("context", 1500), ("batch", 8), ("rounds", 30)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    layouts = {pair: KVLayout(BLOCK, (LayerKV.pair(KV_HEADS, HEAD_DIM, *pair),) * LAYERS) for pair in PAIRS}
+    layouts = {
+        pair: KVLayout(
+            BLOCK_BY_CHANNEL if pair[0].by_channel else BLOCK, (LayerKV.pair(KV_HEADS, HEAD_DIM, *pair),) * LAYERS
+        )
+        for pair in PAIRS
+    }
     library = load_library(parts=[part for layout in layouts.values() for part in parts_of(layout)])
     library.threads = 1
     runs = {"-".join(p.label for p in pair): decode(layouts[pair], asked.batch, asked.context) for pair in PAIRS}

@@ -23,6 +23,9 @@ INGRESS = "ingress"
 PUBLIC = b"public"
 NAMESPACES = {b"a": b"t", b"b": b"t", b"c": b"u", b"d": b""}
 """Whose namespace it is: the tenant."""
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (None, None), (None, 5), (None, 11, 11), (7,), (20, 3)]
+WINDOWS += [(None, 1, 1), (6, 1, 1)]
+"""Of the layer groups; those of one token are of open blocks."""
 
 REPEATED = Penalties(repetition=2.0, min_tokens=4)
 
@@ -54,7 +57,9 @@ class Setup:
         return cls(
             blocks=rng.choice([12, 24, 40, 120]),
             block_size=rng.choice([1, 4, 8]),
-            windows=rng.choice([(None,), (None,), (None, None), (None, 5), (None, 11, 11), (7,), (20, 3)]),
+            windows=rng.choice(
+                [(None,), (None,), (None, None), (None, 5), (None, 11, 11), (7,), (20, 3), (None, 1, 1), (6, 1, 1)]
+            ),
             depth=rng.choice([1, 2]),
             max_num_seqs=rng.choice([1, 3, 8, 32]),
             budget=rng.choice([4, 16, 64]),
@@ -106,7 +111,7 @@ class Driver:
             prefix_cache=s.prefix_cache,
         )
         self.own = Limits(s.max_num_seqs, s.budget, s.chunk)
-        self.longest = min(60, self.store.extent.tokens_for(s.blocks))
+        self.longest = min(60, self.store.extent.longest_for(s.blocks))
         self.scheduler = Scheduler(
             self.store, self.own, max_model_len=self.longest, watermark=s.watermark, resume_growth=8, zero_per_step=3
         )

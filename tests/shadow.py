@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.layout import OPEN_WINDOW
 from kvstore.table import GONE
 from workers.logprobs import Logprobs, TokenLogprobs, pack
 from workers.plan import PENDING, Bend, Draw, Penalties, Row, StepPlan, StepResult
@@ -200,10 +201,12 @@ class ShadowGroup:
     def _run_table(
         self, row: Row, tokens: tuple[int, ...], table: tuple[int, ...], window: int | None
     ) -> tuple[int, ...]:
-        """What each query sees must be one chain. A window of one token sees nothing of what came before: the digest
-        of that is taken from wherever it still lies."""
+        """What each query sees must be one chain. A window of one token is that of open blocks, of which a query reads
+        its own: the digest of what came before is taken from wherever it still lies."""
         size = self.block_size
         first = 0 if window is None else max(0, row.start - window + 1)
+        if window == OPEN_WINDOW:
+            first = row.start // size * size
         parent = ROOT
         if row.start:
             parent = self._check_chain(table, first, row.start) if first < row.start else self._prefix(row)

@@ -17,7 +17,7 @@ def obstacle(request: Request, store: KVStore, max_model_len: int) -> str | None
     asked = f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}"
     if request.longest > max_model_len:
         return f"{asked} exceed the context of {max_model_len} tokens"
-    need = store.blocks_for(request.longest)
+    need = store.extent.most_for(request.longest)
     if need > store.total:
         return f"{asked} need {need} blocks of {store.block_size} tokens, and the whole pool has {store.total}"
     return None

@@ -23,10 +23,10 @@ class Demand:
     """One rank's share of a model, in elements: `q_heads`, `kv_heads` and `inner` (MLP columns) are those of this
     rank, `vocabulary` is what it sees of the logits (all of it on rank 0). `item` are bytes of an activation,
     `slot` those that a head keeps of a token in the widest layer; `decodes`: they must become fp32 before they are
-    of use. A gather of one-token rows names at most `gather_slots` slots (0: attention gathers nothing), one of a
-    longer row `tile`, whose scores are made for `block` tokens at a time. `windows` are those of the layer groups. With
-    MLA there is a `latent`; `expert` are this rank's columns of one expert, 0 without. Prompts are scored by `slice`
-    tokens at a time."""
+    of use; `channels`: scales of keys are by channel, two more vectors in fp32. A gather of one-token rows names at
+    most `gather_slots` slots (0: attention gathers nothing), one of a longer row `tile`, whose scores are made for
+    `block` tokens at a time. `windows` are those of the layer groups. With MLA there is a `latent`; `expert` are this
+    rank's columns of one expert, 0 without. Prompts are scored by `slice` tokens at a time."""
 
     hidden: int
     q_heads: int
@@ -44,6 +44,7 @@ class Demand:
     latent: LatentShape | None = None
     expert: int = 0
     slice: int = 0
+    channels: bool = False
 
     def buffers(self, plan: StepPlan) -> tuple[int, ...]:
         """Bytes of the largest buffers that live at the same time, none of them 0; () for a plan without rows."""
@@ -94,7 +95,8 @@ class Demand:
         """Of one head's slot, as it is stored and in fp32."""
         if self.latent:
             return self.slot + _FP32 * (self.latent.rank + self.latent.rope)
-        return self.slot + (2 * _FP32 * self.head_dim if self.decodes else 0)
+        vectors = 2 * self.decodes + 2 * self.channels
+        return self.slot + vectors * _FP32 * self.head_dim
 
     def _wide(self, item: int) -> int:
         """Bytes of one element as it is, and once more in fp32 where that is another format."""

@@ -23,8 +23,9 @@ from workers.models.spec import Unsupported
 class KVPool:
     """`blocks` blocks of `layout` on `device`. Raises Unsupported for a layout without kernels. `heads` and `head_dim`
     are those of every layer; `joint`: all of them keep MLA's latents, and `head_dim` is a latent's. `group_of[layer]`
-    is the layer's group, `windows` those of the groups; `pages[layer]` the layer's pages, uint8 [blocks, bytes of a
-    page], which may lie apart."""
+    is the layer's group, `open_groups[layer]` those of its open keys, `windows` those of the groups; `pages[layer]` the
+    layer's pages, uint8 [blocks, bytes of a page], which may lie apart; `open_pages[layer]` what blocks with open keys
+    hold in the same place."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         first = layout.layers[0]
@@ -46,15 +47,31 @@ class KVPool:
         self.heads = first.heads
         self.device = device
         self.group_of = tuple(group for group, _ in layout.places)
+        self.open_groups = layout.open_groups
         self.windows = tuple(group.window for group in layout.groups)
         self.columns = [_zeros(blocks, column, device) for column in layout.columns]
         self.pages = [
             self.columns[column][:, : layout.page_bytes(layer)] for layer, (_, column) in enumerate(layout.places)
         ]
+        self.open_pages = [
+            self.columns[column][:, : layout.open_bytes(layer)] for layer, (_, column) in enumerate(layout.places)
+        ]
 
     def slots(self, layer: int) -> Tensor:
         """Every slot of `layer`, a uint8 view [blocks, heads * block_size, slot_bytes]."""
-        return self.pages[layer].unflatten(1, (-1, self.layout.layers[layer].slot_bytes))
+        slot_bytes = self.layout.layers[layer].slot_bytes
+        taken = self.heads * self.block_size * slot_bytes
+        return self.pages[layer][:, :taken].unflatten(1, (-1, slot_bytes))
+
+    def scales(self, layer: int) -> Tensor:
+        """Steps and lowest values by channel of `layer`, a bf16 view [blocks, heads, 2, head_dim]."""
+        taken = self.heads * self.block_size * self.layout.layers[layer].slot_bytes
+        return self.pages[layer][:, taken:].view(torch.bfloat16).unflatten(1, (self.heads, 2, self.head_dim))
+
+    def open_keys(self, layer: int) -> Tensor:
+        """What blocks of the groups of open keys hold for `layer`, a bf16 view [blocks, heads, block_size / 2,
+        head_dim]."""
+        return self.open_pages[layer].view(torch.bfloat16).unflatten(1, (self.heads, -1, self.head_dim))
 
     def gather(self, layer: int, rows: Tensor, out: Tensor) -> Tensor:
         """The slots of `layer` at `rows` (int64 [n]) into `out`, uint8 [n, slot_bytes]."""
@@ -63,13 +80,14 @@ class KVPool:
             return torch.index_select(slots.flatten(0, 1), 0, rows, out=out)
         return out.copy_(slots[rows // slots.shape[1], rows % slots.shape[1]])
 
-    def scatter(self, layer: int, rows: Tensor, fresh: Tensor) -> None:
-        """Write `fresh`, uint8 [n, slot_bytes], into the slots of `layer` at `rows`."""
+    def scatter(self, layer: int, rows: Tensor, fresh: Tensor, first: int = 0) -> None:
+        """Write `fresh`, uint8 [n, bytes], into the slots of `layer` at `rows`, from byte `first` of a slot to its
+        end."""
         slots = self.slots(layer)
-        if slots.is_contiguous():
+        if slots.is_contiguous() and not first:
             slots.flatten(0, 1).index_copy_(0, rows, fresh)
         else:
-            slots[rows // slots.shape[1], rows % slots.shape[1]] = fresh
+            slots[..., first:][rows // slots.shape[1], rows % slots.shape[1]] = fresh
 
     def rows(self, slots: Tensor) -> Tensor:
         """Rows of `slots` for tokens' slots (block * block_size + offset, int64 [...]): [..., heads]."""

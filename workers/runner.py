@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvstore.layout import KVLayout, Precision, split_evenly
+from kvstore.layout import KVLayout, Precision
 from kvstore.precisions import PrecisionMap
+from kvstore.shards import split_evenly
 from workers.attention.backend import AttentionBackend
 from workers.attention.tiles import BLOCK, BUCKET_SLOTS, TILE
 from workers.batch import Batch, Batcher
@@ -230,7 +231,8 @@ class Runner:
             gather_slots=0 if self._kernels.in_place else BUCKET_SLOTS,
             tile=TILE,
             block=BLOCK,
-            windows=tuple(group.window for group in self.layout.groups),
+            windows=tuple(group.window for group in self.layout.groups if group.half is None),
+            channels=any(layer.by_channel for layer in self.layout.layers),
             latent=native.latent if native else None,
             expert=share(native.experts.columns) if native and native.experts else 0,
             slice=SLICE,

@@ -66,7 +66,7 @@ class GroupCard:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and output, that this group can ever hold."""
-        return min(self.max_model_len, self.extent.tokens_for(self.blocks))
+        return min(self.max_model_len, self.extent.longest_for(self.blocks))
 
 
 class Standing(Enum):

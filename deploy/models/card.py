@@ -17,8 +17,8 @@ from deploy.plan.modelconfig import read_shape
 from deploy.plan.modeltable import find, table_config, unknown
 from deploy.plan.shapes import Attention, ModelShape
 from deploy.staging import ModelError
-from kvstore.layout import LayerKV, Precision
-from kvstore.precisions import PrecisionMap, Stored
+from kvstore.layout import KVLayout, LayerKV, Precision
+from kvstore.precisions import PrecisionError, PrecisionMap, Stored
 from workers.models.document import load_object
 from workers.models.generic.spec import GenericSpec
 from workers.models.identity import architecture, is_native
@@ -27,6 +27,8 @@ from workers.models.spec import ModelSpec, Unsupported
 
 NATIVE, GENERIC, REFUSED = "native", "generic", "refused"
 Spec = ModelSpec | GenericSpec
+BLOCK_SIZE = 64
+"""Tokens of a block, for which scales by channel are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +174,16 @@ def _part(indices: tuple[int, ...], attention: Attention, stored: Stored, softca
         softcap=softcap,
         key=stored.key.label,
         value=stored.value.label,
-        token_bytes=kept.token_bytes,
+        token_bytes=KVLayout(BLOCK_SIZE, (kept,)).token_bytes,
     )
 
 
 def layer_kv(attention: Attention, stored: Stored) -> LayerKV:
-    """What one layer of a lone rank keeps of a token. The rotated part beside a quantised latent stays in 16 bits."""
+    """What one layer of a lone rank keeps of a token. The rotated part beside a quantised latent stays in 16 bits.
+    PrecisionError for latents by channel."""
     if attention.latent:
+        if stored.key.by_channel:
+            raise PrecisionError("", f"MLA's latents cannot be kept in {stored.key.label}; write int4")
         kept = Precision.BF16 if stored.key.scale_bytes else stored.key
         return LayerKV.latent(attention.latent.rank, attention.latent.rope, stored.key, kept)
     return LayerKV.pair(attention.kv_heads, attention.head_dim, stored.key, stored.value, attention.window)

@@ -30,11 +30,13 @@ class PlanError(ValueError):
 
 
 def layer_kv(attention: Attention, heads: int, precision: str) -> LayerKV:
-    """What one layer keeps of one token on a rank with `heads` of its KV heads."""
+    """What one layer keeps of one token on a rank with `heads` of its KV heads. PlanError for what it cannot."""
     stored = Precision.parse(precision)
     if attention.latent:
+        if stored.by_channel:
+            raise PlanError(f"MLA's latents cannot be kept in {precision}; ask for int4")
         return LayerKV.latent(attention.latent.rank, attention.latent.rope, stored)
-    pair = Vector(attention.head_dim, stored), Vector(attention.values, stored)
+    pair = Vector(attention.head_dim, stored), Vector(attention.values, stored.of_values)
     return LayerKV(heads, pair, attention.window)
 
 

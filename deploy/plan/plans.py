@@ -10,7 +10,7 @@ from typing import Any
 from deploy.plan.planner import KV_PRECISIONS, Hardware, Plan, greatest
 from deploy.plan.shapes import ModelShape
 from deploy.sizes import format_size
-from kvstore.layout import Precision
+from kvstore.layout import KVLayout, LayerKV, Precision
 
 USUAL_SHARE = (0.6, 0.8)
 """What a KV pool is of a device's memory where nothing is out of proportion."""
@@ -146,7 +146,9 @@ def _on_gpus(plan: Plan) -> Iterator[Plan]:
 
 def _smaller_kv(plan: Plan) -> Iterator[Plan]:
     """Other precisions of the KV cache, the largest of those that are smaller first."""
-    size = {name: Precision.parse(name).vector_bytes(128) for name in KV_PRECISIONS}
+    known = [name for name in KV_PRECISIONS if not (plan.whole.layers[0].joint and Precision.parse(name).by_channel)]
+    kept = {name: LayerKV.pair(1, 128, Precision.parse(name)) for name in known}
+    size = {name: KVLayout(plan.ask.block_size, (layer,)).token_bytes for name, layer in kept.items()}
     for name in sorted(size, key=lambda name: -size[name]):
         if size[name] < size[plan.ask.kv_precision]:
             yield _asked(plan, kv_precision=name)

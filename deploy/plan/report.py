@@ -25,20 +25,25 @@ def formula(attention: Attention, precision: str) -> str:
         kept = layer_kv(attention, 1, precision).vectors
         parts = " + ".join(_vector(vector.elements, vector.precision.label) for vector in kept)
         return f"{parts} = {total:,} B (one latent and its rotated part, no factor 2)"
-    heads = f"{attention.kv_heads} KV heads"
-    if attention.values != attention.head_dim:
-        keys, values = _vector(attention.head_dim, precision), _vector(attention.values, precision)
-        return f"{heads} × ({keys} + {values}) = {total:,} B"
+    heads, values = f"{attention.kv_heads} KV heads", Precision.parse(precision).of_values.label
+    if attention.values != attention.head_dim or values != precision:
+        pair = f"({_vector(attention.head_dim, precision)} + {_vector(attention.values, values)})"
+        scales = layer_kv(attention, attention.kv_heads, precision).channel_bytes
+        more = f", and {scales:,} B of scales per block" if scales else ""
+        return f"{heads} × {pair} = {total:,} B{more}"
     return f"2 × {heads} × {_vector(attention.head_dim, precision)} = {total:,} B"
 
 
 def kv_formula(plan: Plan) -> str:
     """How many bytes all that was asked for takes, as a calculation."""
-    kinds = Counter((layer.window, layer.token_bytes) for layer in plan.whole.layers)
+    kinds = Counter((layer.window, layer.token_bytes, layer.channel_bytes) for layer in plan.whole.layers)
     parts = []
-    for (window, per_token), count in kinds.items():
+    for (window, per_token, per_block), count in kinds.items():
         tokens = f"{plan.ask.context:,}" if window is None else f"min({plan.ask.context:,}, window {window:,})"
         parts.append(f"{count} layers × {tokens} tokens × {per_token:,} B")
+        if per_block:
+            blocks = plan.whole.blocks_for(plan.ask.context, window)
+            parts.append(f"{count} layers × {blocks:,} blocks × {per_block:,} B")
     inner = " + ".join(parts)
     return f"{plan.ask.batch} × {f'({inner})' if len(parts) > 1 else inner} = {plan.kv_bytes:,} B"
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvstore.layout import HeadShard, shard_heads
+from kvstore.shards import HeadShard, shard_heads
 
 
 @dataclass(frozen=True, slots=True)

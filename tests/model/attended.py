@@ -18,6 +18,7 @@ from workers.models.rope import Rope
 from workers.native.attention import NativeAttention
 from workers.native.calls import Calls
 from workers.native.library import Library
+from workers.native.pairs import BLOCK_STEP
 from workers.native.workspace import Workspace
 from workers.rotation import Rotation
 
@@ -46,7 +47,7 @@ class Attended:
         ratio: int,
         dim: int,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         precision: Precision | tuple[Precision, Precision] = Precision.BF16,
         lengths: Sequence[int] = (700,),
         seed: int = 0,
@@ -55,20 +56,26 @@ class Attended:
         sinks: Tensor | None = None,
     ) -> None:
         """`library` None: the reference, in fp32. `precision` of keys and values, or of either. Unused slots hold NaN
-        for the native backend, and blocks before the window are gone."""
+        for the native backend, and blocks before the window are gone. A block has 16 tokens, or as few as keys by
+        channel allow, unless said otherwise."""
         kept = precision if isinstance(precision, tuple) else (precision, precision)
+        block_size = block_size or (BLOCK_STEP if kept[0].by_channel else 16)
         needed = sum(-(-length // block_size) for length in lengths)
-        layer = LayerKV.pair(heads, dim, *kept, window=window)
-        self.pool = KVPool(KVLayout(block_size, (layer,)), needed + 1, CPU)
-        order = list(range(needed + 1))
+        layout = KVLayout(block_size, (LayerKV.pair(heads, dim, kept[0], kept[1].of_values, window),))
+        groups = len(layout.groups)
+        self.pool = KVPool(layout, groups * needed + 1, CPU)
+        order = list(range(groups * needed + 1))
         random.Random(seed).shuffle(order)
         rule = AttentionRule(dim**-0.5, softcap, window, sinks)
         self._window = window
         self.tables = []
+        self._opened: list[list[tuple[int, ...]]] = []
         for length in lengths:
             count = -(-length // block_size)
-            self.tables.append(tuple(order[:count]))
-            order = order[count:]
+            parts = [tuple(order[part * count : (part + 1) * count]) for part in range(groups)]
+            self.tables.append(parts[0])
+            self._opened.append(parts[1:])
+            order = order[groups * count :]
         self._dtype = torch.bfloat16 if library else torch.float32
         self.turns: Rotation | Still = Rotation(Rope(theta=100.0), dim, CPU)
         generator = torch.Generator().manual_seed(7)
@@ -76,7 +83,7 @@ class Attended:
         self.heads = [torch.randn(length, columns, generator=generator).bfloat16() for length in lengths]
         self._seen = [0] * len(lengths)
         if library:
-            self.pool.pages[0].fill_(255)
+            self.pool.columns[0].fill_(255)
             self.backend: NativeAttention | ReferenceAttention = NativeAttention(
                 Calls(library, Workspace()), self.pool, (rule,)
             )
@@ -87,18 +94,19 @@ class Attended:
         spans, first, positions = [], 0, []
         for sequence, count in step:
             start = self._seen[sequence]
-            spans.append(Span(first, count, start, (self._table(sequence, start, count),)))
+            spans.append(Span(first, count, start, self._tables(sequence, start, count)))
             positions.extend(range(start, start + count))
             first += count
         nothing = torch.empty(0, dtype=torch.int64)
         where = torch.tensor(positions)
         return Batch(torch.zeros_like(where), where, tuple(spans), nothing, (), self.pool.block_size)
 
-    def _table(self, sequence: int, start: int, count: int) -> tuple[int, ...]:
+    def _tables(self, sequence: int, start: int, count: int) -> tuple[tuple[int, ...], ...]:
         """The blocks of a row, without those that none of its tokens sees."""
         size = self.pool.block_size
-        unseen = max(0, start + 1 - self._window) // size if self._window else 0
-        return (GONE,) * unseen + self.tables[sequence][unseen : -(-(start + count) // size)]
+        unseen, stop = max(0, start + 1 - self._window) // size if self._window else 0, -(-(start + count) // size)
+        sealed = (GONE,) * unseen + self.tables[sequence][unseen:stop]
+        return sealed, *((GONE,) * (start // size) + half[start // size : stop] for half in self._opened[sequence])
 
     def run(self, step: Step) -> list[Tensor]:
         """The outputs of each row, fp32."""
@@ -116,7 +124,7 @@ class Attended:
 
     def store_nan(self, sequence: int, position: int) -> None:
         """Make NaN of what is stored of a token."""
-        spans = (Span(0, 1, position, (self.tables[sequence],)),)
+        spans = (Span(0, 1, position, (self.tables[sequence], *self._opened[sequence])),)
         where = torch.tensor([position])
         batch = Batch(torch.zeros_like(where), where, spans, where[:0], (), self.pool.block_size)
         heads = torch.full_like(self.heads[sequence][:1], float("nan")).to(self._dtype)

@@ -14,7 +14,9 @@ CLOSE = 0.02
 """Of weighted means of normal values: their own rounding to bf16 is up to 0.008."""
 Pair = tuple[Precision, Precision]
 ALIKE = [pair for pair in PAIRS if pair[0] is pair[1]]
-BUILDS = [(variant, pair) for variant in VARIANTS for pair in (PAIRS if variant == VARIANTS[0] else ALIKE)]
+BY_TOKEN = [pair for pair in PAIRS if not pair[0].by_channel]
+"""Keys by channel have tests of their own: test_channel_keys."""
+BUILDS = [(variant, pair) for variant in VARIANTS for pair in (BY_TOKEN if variant == VARIANTS[0] else ALIKE)]
 """Every pair of formats in the build for this CPU; in the others every format, which is all that a pair is made of."""
 
 

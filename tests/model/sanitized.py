@@ -55,7 +55,7 @@ def _of_gcc(name: str) -> str:
 
 def pretend_debug(variant: str) -> Library:
     """From now on every `load_library` of this process gives the debug build of `variant`."""
-    pairs = [KVLayout(16, (LayerKV.pair(1, 16, *pair),)) for pair in PAIRS]
+    pairs = [KVLayout(64, (LayerKV.pair(1, 16, *pair),)) for pair in PAIRS]
     library = load_library(variant=variant, debug=True, parts=[part for pair in pairs for part in parts_of(pair)])
     loading.load_library = lambda *_, **__: library  # type: ignore[assignment]
     return library
@@ -149,9 +149,11 @@ def attention(library: Library) -> Iterator[str]:
     from tests.model.attended import Attended
 
     for pair in PAIRS:
-        shapes = ((3, 2, 80, 16), (1, 5, 16, 48))
+        shapes = ((3, 2, 80, 16), (1, 5, 16, 48 if not pair[0].by_channel else 32))
         for (heads, ratio, dim, block_size), rule in product(shapes, RULES):
             sinks = torch.randn(heads * ratio) if rule else None
+            if pair[0].by_channel:
+                block_size *= 4
             options: dict[str, Any] = {"block_size": block_size, "precision": pair, "lengths": (41, 20, 90)}
             device = Attended(library, heads, ratio, dim, sinks=sinks, **options, **rule)
             expected = None if rule else Attended(None, heads, ratio, dim, **options)

@@ -25,9 +25,9 @@ def test_a_pool_takes_the_layout_s_bytes_and_starts_as_zeros(precision: Precisio
     pool = KVPool(layout, 700, CPU)
     assert [tuple(page.shape) for page in pool.pages] == [(700, layout.page_bytes(0))] * 2
     assert not any(page.any() for page in pool.pages)
-    assert pool.slots(0).shape == (700, 3 * 16, 2 * precision.vector_bytes(64))
+    assert pool.slots(0).shape == (700, 3 * 16, precision.vector_bytes(64) + precision.of_values.vector_bytes(64))
     assert pool.pages[0].data_ptr() % 64 == 0
-    pool.slots(1).flatten(0, 1)[pool.rows(torch.tensor(699 * 16 + 15))[2]] = 1
+    pool.slots(1)[699, pool.rows(torch.tensor(15))[2]] = 1
     assert pool.pages[1][699].any() and not pool.pages[1][:699].any() and not pool.pages[0].any()
 
 
@@ -40,6 +40,24 @@ def test_pools_without_kernels_are_refused() -> None:
     ):
         with pytest.raises(Unsupported):
             KVPool(KVLayout(16, (shape,)), 1, CPU)
+
+
+def test_open_keys_lie_in_the_columns_of_their_layers_and_move_with_their_block() -> None:
+    kinds = (Precision.INT8, Precision.INT4_CHANNEL, Precision.INT4_CHANNEL)
+    pool = KVPool(KVLayout(32, tuple(LayerKV.pair(2, 64, kind) for kind in kinds)), 6, CPU)
+    assert pool.open_groups == ((), (1, 2), (1, 2)) and pool.windows == (None, 1, 1)
+    assert pool.scales(1).shape == (6, 2, 2, 64) and pool.open_keys(2).shape == (6, 2, 16, 64)
+    pool.open_keys(2)[4] = 1.5
+    assert [[bool(block.any()) for block in column] for column in pool.columns] == [
+        [False] * 6,
+        [False] * 6,
+        [block == 4 for block in range(6)],
+    ]
+    pool.copy([(4, 1)])
+    assert (pool.open_keys(2)[1] == 1.5).all()
+    pool.zero([1, 4])
+    assert not pool.columns[2].any()
+    assert sum(column.numel() for column in pool.columns) == 6 * pool.layout.block_bytes
 
 
 def test_a_block_is_one_layer_group_s_at_a_time() -> None:
@@ -80,8 +98,8 @@ def heads_of(device: Attended, dim: int, heads: int) -> tuple[Tensor, Tensor]:
     return both[:, :heads].contiguous(), both[:, heads:].contiguous()
 
 
-KEPT = dict.fromkeys(vector for pair in PAIRS for vector in pair)
-"""Every format that the native kernels store."""
+KEPT = dict.fromkeys(vector for pair in PAIRS for vector in pair if not vector.by_channel)
+"""Every format that the native kernels store token by token."""
 
 
 @pytest.mark.parametrize("precision", KEPT, ids=lambda kind: kind.label)

@@ -26,6 +26,8 @@ MAPS: list[object] = [
     "int4",
     {"k": "int8", "v": "int4"},
     {"default": "int4", "layers": {0: "bf16", -1: "int8"}},
+    "int4_channel",
+    {"default": "int4_channel", "layers": {0: "bf16"}},
 ]
 NEW = 24
 
@@ -39,10 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def requests() -> list[Request]:
-    """Lengths around block borders, two with a common head, greedy and seeded."""
-    head = prompt(64, seed=9)
-    prompts = [prompt(15, seed=1), prompt(16, seed=2), head + prompt(17, seed=3), head + prompt(40, seed=4), [7]]
+def block_of(kv: object) -> int:
+    """Tokens of a block: as few as the kernels allow."""
+    return 64 if "channel" in str(kv) else 16
+
+
+def requests(size: int) -> list[Request]:
+    """Lengths around the borders of blocks of `size`, two with a common head, greedy and seeded."""
+    head = prompt(max(64, 2 * size), seed=9)
+    first, second, *others = (prompt(count, seed=seed) for seed, count in enumerate((size - 1, size, 17, 40), 1))
+    prompts = [first, second, *(head + other for other in others), [7]]
     kinds = [Sampling(NEW), Sampling(NEW, temperature=0.8, top_p=0.9, seed=3)]
     return [Request(f"r{i}", tuple(each), kinds[i % 2], bytes(32)) for i, each in enumerate(prompts)]
 
@@ -54,7 +62,7 @@ def group(folder: Path, kv: object, **changes: object) -> LocalGroup:
         dtype="bf16",
         kernels="native",
         kv_precision=PrecisionMap.parse(kv),
-        block_size=16,
+        block_size=block_of(kv),
         kv_memory=2**24,
         max_num_seqs=8,
         max_num_batched_tokens=256,
@@ -67,17 +75,17 @@ def group(folder: Path, kv: object, **changes: object) -> LocalGroup:
 
 @pytest.mark.parametrize("kv", MAPS, ids=str)
 def test_the_way_to_a_position_changes_no_token(folder: Path, kv: object) -> None:
-    asked = requests()
+    asked = requests(block_of(kv))
     with group(folder, kv, prefix_cache=False) as plain:
         expected = plain.generate(asked)
     assert all(len(tokens) == NEW for tokens in expected.values())
-    for tokens in (7, 48):
+    for tokens in (7, 48) if block_of(kv) == 16 else (7, 112):
         with group(folder, kv, max_num_batched_tokens=tokens, overlap=2) as chunked:
             assert chunked.generate(asked) == expected, f"chunks of {tokens}"
             again = [replace(request, attempt=1) for request in asked]
             assert chunked.generate(again) == expected, "what the cache holds"
             assert chunked.report().cached_tokens > 0
-    with group(folder, kv, blocks=12) as pressed:
+    with group(folder, kv, blocks=12 if block_of(kv) == 16 else 9) as pressed:  # hardly more than the longest takes
         assert pressed.generate(asked) == expected
         assert pressed.report().preemptions > 0
     with group(folder, kv) as other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_perplexity_and_capacity(rows: dict[str, dict[str, Any]], label: str, ri
     assert abs(cost.rise.mean) < rise
     assert row["capacity"] >= capacity
     assert cost.rise.error < rise / 2, "the promise is no chance"
+
+
+def test_keys_by_channel_save_as_much_and_pass(smollm2: Path) -> None:
+    """In blocks of 64, as the native kernels read them; each running sequence takes two blocks more."""
+    job = Job(replace(settings(smollm2), block_size=64), CONTEXT, maps=(PrecisionMap.parse("int4_channel"),))
+    (row,) = run_trial(job, print)["rows"]
+    assert row["kernels"].startswith("native") and row["capacity"] >= 3.4
+    assert Cost.parse(row["cost"]).rise.mean < 0.02 and not verdict(row, Limits())
 
 
 def test_int4_alone_saves_most_and_does_not_pass(rows: dict[str, dict[str, Any]]) -> None:

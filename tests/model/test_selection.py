@@ -90,6 +90,9 @@ def test_kernels_that_cannot_be_had_are_replaced_with_a_reason() -> None:
             choose(**wish)
 
 
+CHANNEL = Precision.INT4_CHANNEL
+
+
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
@@ -97,6 +100,8 @@ def test_kernels_that_cannot_be_had_are_replaced_with_a_reason() -> None:
         (layout(Precision.INT4, value=Precision.INT8), "no kernels for keys in int4 with values in int8"),
         (KVLayout(16, (LayerKV.latent(64, 16, Precision.BF16),)), "MLA's latents are read by torch alone"),
         (layout(block_size=4), "block_size 4 is no multiple of 16"),
+        (layout(CHANNEL, 32, value=Precision.INT4), "int4_channel need a block_size of a multiple of 64, got 32"),
+        (layout(CHANNEL, 64, value=Precision.INT8), "no kernels for keys in int4_channel with values in int8"),
         (layout(head_dim=24), "heads of 24"),
         (layout(head_dim=272), "heads of 272"),
     ],
@@ -113,7 +118,7 @@ def test_pages_that_the_native_attention_cannot_read(shape: KVLayout, says: str)
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 def test_pages_that_it_can(pair: tuple[Precision, Precision], head_dim: int) -> None:
     key, value = pair
-    assert layout_fault(layout(key, 48, head_dim, value)) == ""
+    assert layout_fault(layout(key, 64, head_dim, value)) == ""
 
 
 @pytest.mark.parametrize("name", ["torch-fp32", "torch-bf16", "torch-fp16", "onednn-fp32"])

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.layout import OPEN_WINDOW
 from kvstore.sessions import Terms
 from kvstore.store import KVStore
 from kvstore.table import BlockTable
@@ -14,7 +15,7 @@ from kvstore.table import BlockTable
 SIZE = 4
 TTL = 10.0
 PUBLIC = b"public"
-WINDOWS = [(None,), (None, None), (None, 1), (None, 5, 9), (6,), (9, 3)]
+WINDOWS = [(None,), (None, None), (None, 1), (None, 1, 1), (None, 5, 9), (6,), (9, 3), (5, 1)]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -49,7 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.slots[blocks[position // SIZE]][position % SIZE] = hash(tuple(tokens[: position + 1]))
         self.launch_and_apply()
         self.store.seal(table, tokens, len(tokens), self.now)
-        assert table.held <= self.store.blocks_for(len(tokens))
+        assert table.held <= self.store.extent.most_for(len(tokens))
         self.store.slide(table, len(tokens), self.now)
         return True
 
@@ -118,7 +119,10 @@ class StoreMachine(RuleBasedStateMachine):
         for table, tokens in self.open:
             for blocks, window in zip(table.blocks, self.store.windows, strict=True):
                 assert len(blocks) == -(-len(tokens) // SIZE)
-                for position in range(0 if window is None else max(0, len(tokens) - window + 1), len(tokens)):
+                first = 0 if window is None else max(0, len(tokens) - window + 1)
+                if window == OPEN_WINDOW:  # of the block that the next token goes to
+                    first = len(tokens) // SIZE * SIZE
+                for position in range(first, len(tokens)):
                     assert self.slots[blocks[position // SIZE]][position % SIZE] == hash(tuple(tokens[: position + 1]))
 
     @invariant()

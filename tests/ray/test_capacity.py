@@ -19,9 +19,11 @@ MAPS = {
     "fp8": "fp8_e4m3",
     "int8": "int8",
     "int4": "int4",
+    "channel": "int4_channel",
     "recommended": {"k": "int8", "v": "int4"},
     "layered": {"default": "int8", "layers": {"0": "bf16"}},
 }
+BLOCKS = dict.fromkeys(MAPS, 16) | {"channel": 64}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def all_maps(stage: Stage, model: Path, port: int) -> Stage:
-    section = {"model": str(model), "dtype": "bf16", "threads": 1, "block_size": 16, "max_model_len": 512}
+    section = {"model": str(model), "dtype": "bf16", "threads": 1, "max_model_len": 512, "kv_memory": BUDGET}
     models = [
-        section | {"served_model_names": [name], "kv_memory": BUDGET, "kv_precision": kv} for name, kv in MAPS.items()
+        section | {"served_model_names": [name], "block_size": BLOCKS[name], "kv_precision": kv}
+        for name, kv in MAPS.items()
     ]
     return stage.show(ClusterConfig.model_validate({"models": models, "port": port, "device": "cpu", "drain_s": 2.0}))
 
@@ -43,11 +46,11 @@ def test_the_same_memory_holds_more_tokens_at_a_lower_precision(all_maps: Stage,
     tokens = {name: group["pool"]["total"] * group["block_size"] for name, group in groups.items()}
     ratio = {name: count / tokens["bf16"] for name, count in tokens.items()}
     assert ratio["int8"] >= 1.88 and ratio["fp8"] >= 1.88
-    assert ratio["int4"] >= 3.4 and ratio["recommended"] >= 2.3
+    assert min(ratio["int4"], ratio["channel"]) >= 3.4 and ratio["recommended"] >= 2.3
     assert 1.25 < ratio["layered"] < ratio["int8"]
     spec = read_native(model)
     for name, kv in MAPS.items():
-        (layout,) = spec.layout(16, PrecisionMap.parse(kv).settle(Precision.BF16), 1)
+        (layout,) = spec.layout(BLOCKS[name], PrecisionMap.parse(kv).settle(Precision.BF16), 1)
         (rank,) = groups[name]["ranks"]
         blocks = BUDGET // layout.block_bytes
         assert (groups[name]["blocks"], rank["pool_bytes"]) == (blocks, blocks * layout.block_bytes)

@@ -15,6 +15,7 @@ from deploy import app
 from deploy.config import ClusterConfig, ConfigError
 from deploy.room import Demand, lack
 from tests.ray.stage import free_port
+from tests.unit.test_shapes import V3
 from workers.native.build import NativeUnavailable
 
 LLAMA: dict[str, Any] = {
@@ -48,6 +49,11 @@ def model(folder: Path, **fields: object) -> Path:
         ({"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM"),
         ({"num_key_value_heads": 3}, {}, "num_key_value_heads 3"),
         ({}, {"tensor_parallel_size": 5}, "at most 4"),
+        (
+            V3,
+            {"kv_precision": "int4_channel"},
+            "^kv_precision: MLA's latents cannot be kept in int4_channel; write",
+        ),
         ({}, {"kv_precision": {"layers": {"0-99": "int8"}}}, r"^kv_precision\.layers\.0-99: the model has layers 0 to"),
     ],
 )

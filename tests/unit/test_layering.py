@@ -22,6 +22,7 @@ SHELLS = {
     "workers.attention.backend",
     "workers.attention.formats",
     "workers.attention.latent",
+    "workers.attention.openblocks",
     "workers.attention.reference",
     "workers.attention.softmax",
     "workers.attention.tiles",

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import KVLayout, LayerKV, Precision, Vector, live_blocks, shard_heads, split_evenly
+from kvstore.layout import KVLayout, LayerKV, Precision, Vector, live_blocks
+from kvstore.shards import shard_heads, split_evenly
 
 GIB = 2**30
 BF16 = Precision.BF16
@@ -71,7 +72,10 @@ def test_every_layer_has_a_page_of_its_own_in_each_block_of_its_group(
     assert len({found.places[layer] for layer in range(len(kinds))}) == len(kinds)
     for layer, (group, column) in enumerate(found.places):
         assert found.groups[group].window == kinds[layer][0]
-        assert found.columns[column] >= found.page_bytes(layer)
+        assert found.columns[column] >= found.page_bytes(layer) >= found.open_bytes(layer)
+        halves = [found.groups[number] for number in found.open_groups[layer]]
+        assert [half.half for half in halves] == ([0, 1] if kinds[layer][1].by_channel else [])
+        assert all(half.window == 1 and half.layers == found.groups[group].layers for half in halves)
     if len({window for window, _ in kinds}) == 1:
         assert found.block_bytes == 16 * found.token_bytes
 
@@ -91,6 +95,47 @@ def test_quantised_layers_carry_their_scales() -> None:
     assert capacity == pytest.approx(1.882, abs=1e-3)
     capacity = layout(30, 3, 64).block_bytes / layout(30, 3, 64, precision=Precision.INT4).block_bytes
     assert capacity == pytest.approx(3.556, abs=1e-3)
+
+
+def test_keys_by_channel_share_the_scales_of_a_block_and_have_two_groups_for_what_is_open() -> None:
+    """Of SmolLM2, 3.56 times as many tokens as bf16 in blocks of 64; each running sequence takes two blocks more."""
+    plain, kept = LayerKV.pair(3, 64, BF16), LayerKV.pair(3, 64, Precision.INT4_CHANNEL)
+    assert [vector.precision for vector in kept.vectors] == [Precision.INT4_CHANNEL, Precision.INT4]
+    assert (kept.token_bytes, kept.channel_bytes) == (3 * (32 + 36), 3 * 64 * 4)
+    capacity = {}
+    for size in (32, 64):
+        found = KVLayout(size, (kept,) * 30)
+        assert found.page_bytes(0) == size * 204 + 768 and found.block_bytes == 30 * found.page_bytes(0)
+        assert found.open_bytes(0) == size // 2 * 3 * 64 * 2 <= found.page_bytes(0)
+        assert [(group.window, group.half) for group in found.groups] == [(None, None), (1, 0), (1, 1)]
+        capacity[size] = KVLayout(size, (plain,) * 30).block_bytes / found.block_bytes
+        assert found.bytes_for(size + 1) == 30 * (204 * (size + 1) + 2 * 768)
+    assert capacity == pytest.approx({32: 3.368, 64: 3.556}, abs=1e-3)
+    assert (
+        KVLayout(64, (kept,) * 30).token_bytes
+        == 6480
+        == KVLayout(64, (LayerKV.pair(3, 64, Precision.INT4),) * 30).token_bytes
+    )
+
+
+def test_each_window_has_open_groups_of_its_own_where_a_layer_keeps_keys_by_channel() -> None:
+    kinds = [(BF16, None), (Precision.INT4_CHANNEL, None), (Precision.INT4_CHANNEL, 40), (BF16, 70)]
+    found = KVLayout(32, tuple(LayerKV.pair(2, 64, precision, window=window) for precision, window in kinds))
+    assert [(group.window, group.half) for group in found.groups][-4:] == [(1, 0), (1, 1)] * 2
+    sealed = len(found.groups) - 4
+    places = {layer: found.open_groups[layer] for layer in range(4)}
+    assert places == {0: (), 1: (sealed, sealed + 1), 2: (sealed + 2, sealed + 3), 3: ()}
+
+
+def test_what_cannot_be_kept_by_channel_is_refused() -> None:
+    channel = Precision.INT4_CHANNEL
+    for wrong in (
+        lambda: LayerKV.latent(512, 64, channel),
+        lambda: LayerKV(1, (Vector(64, BF16), Vector(64, channel))),
+        lambda: KVLayout(15, (LayerKV.pair(1, 64, channel),)),
+    ):
+        with pytest.raises(ValueError, match=r"by channel|even block_size"):
+            wrong()
 
 
 def test_layers_may_differ_and_the_sum_is_exact() -> None:

@@ -19,6 +19,7 @@ from deploy.plan.planner import (
     layer_kv,
     layouts,
 )
+from deploy.plan.report import formula, kv_formula
 from deploy.plan.shapes import Attention, FeedForward, Latent, Layer, ModelShape
 from kvstore.layout import Precision
 from kvstore.precisions import PrecisionMap
@@ -234,6 +235,23 @@ def test_quantised_layers_carry_their_scales_and_a_latent_s_rotated_part_stays()
     assert layer_kv(Attention(8, 8, 192, value_dim=128), 8, "int8").token_bytes == 8 * (192 + 4 + 128 + 4)
     latent = Attention(128, 128, 192, value_dim=128, latent=Latent(512, 64))
     assert [layer_kv(latent, 1, label).token_bytes for label in ("bf16", "int8", "fp32")] == [1152, 644, 2304]
+
+
+def test_keys_by_channel_have_scales_per_block_and_two_open_blocks_per_sequence() -> None:
+    """Of 8,192 tokens: 128 blocks of 64, and two more while the sequence runs; a latent has no channels to scale."""
+    plan = Plan(shape("smollm2-135m"), EIGHT, Ask(8192, 4, kv_precision="int4_channel", block_size=64))
+    page = 3 * (64 * (32 + 36) + 64 * 4)
+    assert plan.kv_bytes == 4 * 128 * 30 * page and plan.held_bytes == (4 * (128 + 2) * 30 * page,)
+    assert plan.whole.token_bytes == 6480 and "128 blocks × 768 B" in kv_formula(plan)
+    total = kv_formula(plan).split(" = ")[-1]
+    assert total == f"{plan.kv_bytes:,} B"
+    bf16 = Plan(shape("smollm2-135m"), EIGHT, Ask(8192, 4, block_size=64))
+    assert 3.49 < bf16.held_bytes[0] / plan.held_bytes[0] < 3.51
+    with pytest.raises(PlanError, match="MLA's latents cannot be kept in int4_channel; ask for int4"):
+        Plan(shape("deepseek-v3"), EIGHT, Ask(8192, 2, ranks=8, kv_precision="int4_channel"))
+    assert formula(plan.shape.layers[0].attention, "int4_channel") == (
+        "3 KV heads × (64 × 0.5 B + (64 × 0.5 B + 4 B of scales)) = 204 B, and 768 B of scales per block"
+    )
 
 
 @pytest.mark.parametrize(

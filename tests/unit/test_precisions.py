@@ -54,15 +54,24 @@ def test_keys_and_values_may_differ() -> None:
     assert found == ["bf16", "k fp32 v bf16", "k int8 v int4"]
 
 
+def test_int4_channel_alone_means_values_by_token() -> None:
+    word, spelled = PrecisionMap.parse("int4_channel"), PrecisionMap.parse({"k": "int4_channel", "v": "int4"})
+    assert word == spelled == PrecisionMap.uniform(Precision.INT4_CHANNEL) and word.plain == "int4_channel"
+    assert word.of(1)[0] == Stored(Precision.INT4_CHANNEL, INT4) and labels("int4_channel", 2) == ["int4_channel"] * 2
+    mixed = {"k": "int4_channel", "v": "bf16"}
+    assert PrecisionMap.parse(mixed).plain == mixed and labels(mixed, 1) == ["k int4_channel v bf16"]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("fp7", "must be one of auto, fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4, got 'fp7'"),
+        ("fp7", "must be one of auto, fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4, int4_channel, got 'fp7'"),
         (8, "got 8"),
         (None, "got None"),
         (["int8"], r"got \['int8'\]"),
         ({"k": "int8"}, "both k and v"),
         ({"k": "int8", "v": "x"}, "^v: must be one of"),
+        ({"k": "int8", "v": "int4_channel"}, "^v: int4_channel is for keys alone; write int4"),
         ({"layers": {"0-2": "x"}}, r"^layers\.0-2: must be one of"),
         ({"layers": {"0-2": {"k": "int8"}}}, r"^layers\.0-2: wants a precision, or both k and v"),
         ({"layers": {"first": "int8"}}, r"^layers\.first: is no range"),
@@ -99,7 +108,8 @@ def test_spelled_for_people() -> None:
     assert mixed.spelled(5) == "bf16 (layers 0-2), int8 (3), k int8 v int4 (4)"
 
 
-WORD = st.sampled_from(LABELS) | st.fixed_dictionaries({"k": st.sampled_from(LABELS), "v": st.sampled_from(LABELS)})
+OF_VALUES = [label for label in LABELS if label != Precision.INT4_CHANNEL.label]
+WORD = st.sampled_from(LABELS) | st.fixed_dictionaries({"k": st.sampled_from(LABELS), "v": st.sampled_from(OF_VALUES)})
 
 
 @given(WORD, st.dictionaries(st.integers(0, 9), WORD))

@@ -26,6 +26,9 @@ def test_tokens_for_is_the_inverse_of_blocks_for(windows: list[int | None], ahea
     assert extent.blocks_for(min(tokens, 10**6)) <= blocks
     assert (tokens == UNBOUNDED) == (None not in windows and extent.blocks_for(10**6) <= blocks)
     assert tokens == UNBOUNDED or extent.blocks_for(tokens + 1) > blocks
+    longest = extent.longest_for(blocks)
+    assert extent.most_for(min(longest, 10**6)) <= blocks and longest <= tokens
+    assert longest == UNBOUNDED or extent.most_for(longest + 1) > blocks
 
 
 def scheduler(blocks: int, windows: tuple[int | None, ...], chunk: int = 16) -> Scheduler:

@@ -4,6 +4,9 @@ A vector is stored by itself: what one token holds never changes how another is 
 vector's largest magnitude becomes the format's largest number; INT4 has 15 steps from the vector's lowest value to its
 highest, two elements to a byte, the even one in the low half. Inf and NaN spoil the vector that they stand in and
 no other.
+
+Keys by channel are the exception: `seal` takes those of a whole block, whose tokens share a channel's step and lowest
+value; Inf and NaN spoil their channel of the block.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ def fault(vectors: tuple[Vector, ...]) -> str:
 
 
 def encode(vectors: Tensor, precision: Precision) -> Tensor:
-    """[..., d] in any float dtype, each vector contiguous → uint8 [..., bytes of a vector]."""
+    """[..., d] in any float dtype, each vector contiguous → uint8 [..., bytes of a vector]. ValueError for a precision
+    whose scales are a block's."""
+    if precision.by_channel:
+        raise ValueError(f"one vector by itself cannot be kept in {precision.label}: see seal")
     if precision in PLAIN:
         return vectors.to(PLAIN[precision]).view(torch.uint8)
     vectors = vectors.float()
@@ -73,21 +79,44 @@ def decode(stored: Tensor, precision: Precision, out: Tensor) -> Tensor:
     return out.copy_(elements).mul_(scales)
 
 
+def seal(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of whole blocks [..., tokens, d] by channel: uint8 [..., tokens, d / 2], and steps and lowest values, bf16
+    [..., 2, d]."""
+    packed, steps, lowest = _counted(keys.float(), -2)
+    return packed, torch.cat((steps, lowest), -2)
+
+
+def unseal(packed: Tensor, scales: Tensor, of: Tensor, out: Tensor) -> Tensor:
+    """Keys as `seal` made them, uint8 [n, d / 2], each with the scales `of` it (int64 [n]) among bf16 [m, 2, d] →
+    `out`, fp32 [n, d]."""
+    steps, lowest = (part.float().index_select(0, of) for part in scales.unbind(1))
+    return _counts(packed, out).mul_(steps).add_(lowest)
+
+
 def _encode_int4(vectors: Tensor) -> Tensor:
-    """Elements are counted from the lowest value as it is stored, in steps as they are stored."""
-    lowest = vectors.amin(-1, keepdim=True).bfloat16()
-    span = vectors.amax(-1, keepdim=True) - lowest.float()
-    steps = (span / _STEPS).bfloat16()
-    inverse = torch.where(steps > 0, 1.0 / steps.float(), 0.0)
-    counts = ((vectors - lowest.float()) * inverse).round_().clamp_(0, _STEPS).to(torch.uint8)
-    packed = counts[..., 0::2] | counts[..., 1::2] << 4
+    packed, steps, lowest = _counted(vectors, -1)
     return torch.cat((packed, steps.view(torch.uint8), lowest.view(torch.uint8)), -1)
 
 
 def _decode_int4(stored: Tensor, out: Tensor) -> Tensor:
     half = out.shape[-1] // 2
-    packed, scales = stored[:, :half], stored[:, half:].view(torch.bfloat16).float()
-    steps, lowest = scales[:, :1], scales[:, 1:]
+    scales = stored[:, half:].view(torch.bfloat16).float()
+    return _counts(stored[:, :half], out).mul_(scales[:, :1]).add_(scales[:, 1:])
+
+
+def _counted(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements [..., d], two to a byte, counted from the lowest value along `dim` as it is stored, in steps as they are
+    stored; those steps; those lowest values."""
+    lowest = vectors.amin(dim, keepdim=True).bfloat16()
+    span = vectors.amax(dim, keepdim=True) - lowest.float()
+    steps = (span / _STEPS).bfloat16()
+    inverse = torch.where(steps > 0, 1.0 / steps.float(), 0.0)
+    counts = ((vectors - lowest.float()) * inverse).round_().clamp_(0, _STEPS).to(torch.uint8)
+    return counts[..., 0::2] | counts[..., 1::2] << 4, steps, lowest
+
+
+def _counts(packed: Tensor, out: Tensor) -> Tensor:
+    """Two elements of each byte, uint8 [n, d / 2] → `out`, fp32 [n, d]."""
     out[:, 0::2] = (packed & 15).float()
     out[:, 1::2] = (packed >> 4).float()
-    return out.mul_(steps).add_(lowest)
+    return out

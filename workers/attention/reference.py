@@ -16,6 +16,7 @@ from torch import Tensor
 from kvstore.layout import Precision
 from workers.attention import formats, tiles
 from workers.attention.backend import AttentionRule
+from workers.attention.openblocks import OpenBlocks
 from workers.attention.softmax import OnlineSoftmax, capped
 from workers.attention.tiles import Chunk, Decode, Tile
 from workers.batch import Batch
@@ -25,17 +26,19 @@ from workers.rotation import rotate
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step as one layer group sees it. `write`: where its tokens go, int64 [T * heads]."""
+    """A step as one layer group sees it. `write`: where its tokens go, int64 [T * heads]; `opened`: where those of its
+    keys go that are by channel, if some are."""
 
     write: Tensor
     decodes: tuple[Decode, ...]
     chunks: tuple[Chunk, ...]
+    opened: OpenBlocks | None
 
     @property
     def tiles(self) -> Iterator[Tile]:
         """All that are gathered, one after the other."""
         yield from (tile for decode in self.decodes for tile in decode.tiles)
-        yield from (tile for chunk in self.chunks for tile in chunk.tiles)
+        yield from (tile for chunk in self.chunks for tile in (*chunk.tiles, *chunk.open_tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,15 @@ class _Step:
         narrow = self.narrow[: size * kept.slot_bytes].view(-1, kept.slot_bytes)
         pool.gather(layer, tile.index, narrow)
         parts = narrow.split([vector.bytes for vector in kept.vectors], -1)
-        return [
-            formats.decode(part, vector.precision, wide[:size]).unflatten(0, (-1, tile.stop - tile.first))
+        found = [
+            tile.scales.read(pool, layer, part, wide[:size])
+            if vector.precision.by_channel and tile.scales
+            else formats.decode(part, vector.precision, wide[:size])
             for part, vector, wide in zip(parts, kept.vectors, self.wide, strict=True)
         ]
+        if kept.by_channel and tile.opened:
+            tile.opened.put(pool, layer, found[0])
+        return [part.unflatten(0, (-1, tile.stop - tile.first)) for part in found]
 
 
 class ReferenceAttention:
@@ -73,21 +81,23 @@ class ReferenceAttention:
         self._rules = rules
         self._widest = max(layer.slot_bytes for layer in pool.layout.layers)
         self._decodes = pool.layout.precisions != {Precision.FP32}
+        self._halves = {group: halves for group, halves in zip(pool.group_of, pool.open_groups, strict=True) if halves}
 
     def prepare(self, batch: Batch) -> _Step:
         """What one step reads and writes."""
         pool = self._pool
-        groups = tuple(self._rows(batch, group) for group in range(len(pool.windows)))
+        groups = tuple(self._rows(batch, group) for group in range(1 + max(pool.group_of)))
         size = max(len(tile.index) for rows in groups for tile in rows.tiles)
         narrow = torch.empty(size * self._widest, dtype=torch.uint8, device=pool.device)
         return _Step(groups, narrow, torch.empty(2, size if self._decodes else 0, pool.head_dim, device=pool.device))
 
     def _rows(self, batch: Batch, group: int) -> _Rows:
-        pool = self._pool
+        pool, halves = self._pool, self._halves.get(group, ())
         return _Rows(
             pool.rows(batch.slots(group)).view(-1),
-            tiles.decodes(pool, batch.spans, len(batch.tokens), group),
-            tiles.chunks(pool, batch.spans, group),
+            tiles.decodes(pool, batch.spans, len(batch.tokens), group, halves),
+            tiles.chunks(pool, batch.spans, group, halves),
+            OpenBlocks.of(pool, batch.spans, group, halves) if halves else None,
         )
 
     def attend(self, layer: int, heads: Tensor, turns: Tensor | None, step: object) -> Tensor:
@@ -117,6 +127,11 @@ class ReferenceAttention:
     def _store(self, layer: int, parts: Sequence[Tensor], step: _Rows) -> None:
         """Keys and values [T, heads, head_dim] into their slots."""
         kept = self._pool.layout.layers[layer]
+        if kept.by_channel:
+            assert step.opened is not None
+            step.opened.store(self._pool, layer, parts[0])
+            values = formats.encode(parts[1], kept.vectors[1].precision)
+            return self._pool.scatter(layer, step.write, values.flatten(0, 1), kept.vectors[0].bytes)
         fresh = [formats.encode(part, vector.precision) for part, vector in zip(parts, kept.vectors, strict=True)]
         self._pool.scatter(layer, step.write, torch.cat(fresh, -1).view(-1, kept.slot_bytes))
 
@@ -142,11 +157,14 @@ class ReferenceAttention:
         """[count, q_heads, head_dim] into `out` [count, q_heads * head_dim]."""
         rule, blocks = self._rules[layer], chunk.blocks
         softmaxes = [self._softmax(query[begin:end], rule) for begin, end in blocks]
-        for tile in chunk.tiles:
+        size = self._pool.block_size if self._pool.layout.layers[layer].by_channel else None
+        for tile in (*chunk.tiles, *(chunk.open_tiles if size else ())):
+            seeing = [i for i, block in enumerate(blocks) if chunk.sees(block, tile, rule.window, size)]
+            if not seeing:
+                continue
             keys, values = step.read(self._pool, layer, tile)
-            for block, softmax in zip(blocks, softmaxes, strict=True):
-                if chunk.sees(block, tile, rule.window):
-                    softmax.take(keys, values, chunk.hidden(block, tile, rule.window))
+            for i in seeing:
+                softmaxes[i].take(keys, values, chunk.hidden(blocks[i], tile, rule.window, size))
         for (begin, end), softmax in zip(blocks, softmaxes, strict=True):
             result = softmax.result().unflatten(1, (end - begin, -1)).transpose(0, 1)
             out[begin:end].view(result.shape).copy_(result)

@@ -4,6 +4,9 @@ tables; not what slots hold, nor what is made of it.
 One-token rows of similar length go together, longer rows one by one. Only slots below a row's length are named, and in
 a layer group with a window none before the first that the row's tokens see: shorter rows of a bucket repeat their last
 slot and hide it.
+
+Layers with keys by channel read those of a token's own block elsewhere (see workers.attention.openblocks): the tiles of
+one-token rows say which keys that is; longer rows have tiles for what is sealed, and others for what is open.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.attention.openblocks import OpenKeys, ScaleRows, places
 from workers.batch import Span
 from workers.kvpool import KVPool
 
@@ -29,12 +33,16 @@ BLOCK = 256
 class Tile:
     """Positions [first, stop) of a row, or, of several rows, counted from where each begins to see. `index` int64, flat
     [rows * heads, stop - first], names rows of the pool's slots; `hidden` bool [rows * heads, 1, 1, stop - first] says
-    what is not to be seen, None: nothing."""
+    what is not to be seen, None: nothing. `opened`: where those of its keys lie that are open to the row, should the
+    layer keep keys by channel; of a longer row all or none. `scales`: for such a layer, where the scales of the others
+    lie."""
 
     first: int
     stop: int
     index: Tensor
     hidden: Tensor | None = None
+    opened: OpenKeys | None = None
+    scales: ScaleRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,14 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A row of several tokens: `count` of them from `first` of the batch on, at positions `start`, start + 1, …"""
+    """A row of several tokens: `count` of them from `first` of the batch on, at positions `start`, start + 1, … Where
+    keys are by channel in blocks of `size` tokens, `tiles` are for what is sealed, `open_tiles` for what is open."""
 
     first: int
     count: int
     start: int
     tiles: tuple[Tile, ...]
+    open_tiles: tuple[Tile, ...] = ()
 
     @property
     def blocks(self) -> tuple[tuple[int, int], ...]:
@@ -61,56 +71,71 @@ class Chunk:
         edges = range(0, self.count, BLOCK)
         return tuple((begin, min(begin + BLOCK, self.count)) for begin in edges)
 
-    def sees(self, block: tuple[int, int], tile: Tile, window: int | None) -> bool:
-        """Whether some token of `block` sees something of `tile`."""
+    def sees(self, block: tuple[int, int], tile: Tile, window: int | None, size: int | None = None) -> bool:
+        """Whether some token of `block` sees something of `tile`; `size`: that of blocks, where keys are by channel."""
         first, last = self.start + block[0], self.start + block[1] - 1
+        if size is not None:
+            if tile.opened and tile.stop <= first // size * size:
+                return False
+            last = last if tile.opened else last // size * size - 1
         return tile.first <= last and (window is None or tile.stop - 1 > first - window)
 
-    def hidden(self, block: tuple[int, int], tile: Tile, window: int | None) -> Tensor | None:
+    def hidden(self, block: tuple[int, int], tile: Tile, window: int | None, size: int | None = None) -> Tensor | None:
         """What the tokens of `block` do not see of `tile`: bool [1, tokens, 1, width], None: nothing."""
         first, last = self.start + block[0], self.start + block[1] - 1
         edge = window is not None and tile.first <= last - window
-        if tile.stop - 1 <= first and not edge:
+        if not edge and not tile.opened and tile.stop - 1 <= (first if size is None else first // size * size - 1):
             return None
         keys = torch.arange(tile.first, tile.stop, device=tile.index.device)
         queries = torch.arange(first, last + 1, device=tile.index.device)[:, None]
         hidden = keys > queries
+        if size is not None:
+            own = keys // size == queries // size
+            hidden |= ~own if tile.opened else own
         if edge and window is not None:
             hidden |= keys <= queries - window
         return hidden[None, :, None]
 
 
-def decodes(pool: KVPool, spans: Sequence[Span], tokens: int, group: int) -> tuple[Decode, ...]:
-    """The one-token rows among `spans`, of a batch of `tokens`, as the layers of `group` read them."""
+def decodes(
+    pool: KVPool, spans: Sequence[Span], tokens: int, group: int, halves: tuple[int, ...] = ()
+) -> tuple[Decode, ...]:
+    """The one-token rows among `spans`, of a batch of `tokens`, as the layers of `group` read them, whose open keys are
+    in the groups `halves`."""
     single = [span for span in spans if span.count == 1]
-    return tuple(_decode(pool, bucket, tokens, group) for bucket in _buckets(single, pool.windows[group]))
+    return tuple(_decode(pool, bucket, tokens, group, halves) for bucket in _buckets(single, pool.windows[group]))
 
 
-def chunks(pool: KVPool, spans: Sequence[Span], group: int) -> tuple[Chunk, ...]:
-    """The longer rows among `spans`, as the layers of `group` read them."""
-    return tuple(_chunk(pool, span, group) for span in spans if span.count > 1)
+def chunks(pool: KVPool, spans: Sequence[Span], group: int, halves: tuple[int, ...] = ()) -> tuple[Chunk, ...]:
+    """The longer rows among `spans`, likewise."""
+    return tuple(_chunk(pool, span, group, halves) for span in spans if span.count > 1)
 
 
-def _decode(pool: KVPool, spans: Sequence[Span], tokens: int, group: int) -> Decode:
+def _decode(pool: KVPool, spans: Sequence[Span], tokens: int, group: int, halves: tuple[int, ...]) -> Decode:
     window, size, device = pool.windows[group], pool.block_size, pool.device
     seen = [_seen(span, window) for span in spans]
     width = max(seen)
     blocks = -(-max(span.length for span in spans) // size)
     # A short table is filled up with its own last block: the clamp below never reaches the filling.
-    filled = [_filled(span.tables[group], blocks) for span in spans]
-    tables = torch.tensor(filled, dtype=torch.int64, device=device)
+    kinds = [[_filled(span.tables[one], blocks) for span in spans] for one in (group, *halves)]
+    tables, *opened = torch.tensor(kinds, dtype=torch.int64, device=device)
     begins = torch.tensor([span.length - count for span, count in zip(spans, seen, strict=True)], device=device)
     counts = torch.tensor(seen, device=device)
     tiles = []
     for first, stop in _cuts(0, width, max(1, BUCKET_SLOTS // len(spans))):
         steps = torch.arange(first, stop, device=device)
-        places = torch.minimum(steps, (counts - 1)[:, None]) + begins[:, None]
-        slots = tables.gather(1, places // size) * size + places % size
+        where = torch.minimum(steps, (counts - 1)[:, None]) + begins[:, None]
+        slots = tables.gather(1, where // size) * size + where % size
         index = pool.rows(slots).view(len(spans), stop - first, pool.heads).permute(0, 2, 1).reshape(-1)
         hidden = None
         if min(seen) < stop:
             hidden = (steps >= counts[:, None]).repeat_interleave(pool.heads, 0)[:, None, None]
-        tiles.append(Tile(first, stop, index, hidden))
+        fresh = where // size == (begins + counts - 1)[:, None] // size
+        if opened:
+            keys = _opened(pool, opened, where, fresh)
+            tiles.append(Tile(first, stop, index, hidden, keys, ScaleRows.of(pool, index)))
+        else:
+            tiles.append(Tile(first, stop, index, hidden))
     firsts = [span.first for span in spans]
     rows = None if firsts == list(range(tokens)) else torch.tensor(firsts, device=device)
     return Decode(rows, len(spans), tuple(tiles))
@@ -120,16 +145,33 @@ def _filled(table: tuple[int, ...], blocks: int) -> tuple[int, ...]:
     return (table + table[-1:] * blocks)[:blocks]
 
 
-def _chunk(pool: KVPool, span: Span, group: int) -> Chunk:
+def _chunk(pool: KVPool, span: Span, group: int, halves: tuple[int, ...]) -> Chunk:
     window, size, device = pool.windows[group], pool.block_size, pool.device
     begin = 0 if window is None else max(0, span.start - window + 1)
     table = torch.tensor(span.tables[group], device=device)
-    tiles = []
-    for first, stop in _cuts(begin, span.length, TILE):
-        places = torch.arange(first, stop, device=device)
-        slots = table[places // size] * size + places % size
-        tiles.append(Tile(first, stop, pool.rows(slots).view(-1, pool.heads).t().reshape(-1)))
-    return Chunk(span.first, span.count, span.start, tuple(tiles))
+    opened = [torch.tensor([span.tables[half]], device=device) for half in halves]
+
+    def tile(first: int, stop: int, fresh: bool) -> Tile:
+        where = torch.arange(first, stop, device=device)
+        slots = table[where // size] * size + where % size
+        index = pool.rows(slots).view(-1, pool.heads).t().reshape(-1)
+        keys = _opened(pool, opened, where[None], torch.ones_like(where[None], dtype=torch.bool)) if fresh else None
+        return Tile(first, stop, index, None, keys, ScaleRows.of(pool, index) if halves else None)
+
+    sealed = tuple(tile(first, stop, False) for first, stop in _cuts(begin, span.length, TILE))
+    start = max(begin, span.start // size * size)
+    fresh = tuple(tile(first, stop, True) for first, stop in _cuts(start, span.length if halves else start, TILE))
+    return Chunk(span.first, span.count, span.start, sealed, fresh)
+
+
+def _opened(pool: KVPool, tables: Sequence[Tensor], where: Tensor, fresh: Tensor) -> OpenKeys:
+    """The keys of a tile that are open, where `fresh` is true of its positions `where` (both [rows, width]); `tables`
+    int64 [rows, blocks] of either half."""
+    rows, columns = fresh.nonzero().unbind(1)
+    blocks, offsets = places(torch.stack(tuple(tables)), rows, where[rows, columns], pool.block_size)
+    heads = torch.arange(pool.heads, device=pool.device)
+    index = (rows[:, None] * pool.heads + heads) * where.shape[1] + columns[:, None]
+    return OpenKeys(blocks, offsets, index.view(-1))
 
 
 def _cuts(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.layout import split_evenly
+from kvstore.shards import split_evenly
 from workers.attention.backend import AttentionRule
 from workers.kernels import Activation, Adding, Kernels, Linear, Norm
 from workers.models.embedding import Embedding

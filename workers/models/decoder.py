@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.layout import HeadShard, split_evenly
+from kvstore.shards import HeadShard, split_evenly
 from workers.attention.backend import AttentionBackend
 from workers.batch import Batch
 from workers.kernels import Kernels

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstore.layout import split_evenly
+from kvstore.shards import split_evenly
 from workers.kernels import Activation, Kernels, Linear
 from workers.models.shapes import ExpertShape, Routing, Scoring
 from workers.models.tensors import Tensors

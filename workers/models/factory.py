@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvstore.layout import HeadShard
+from kvstore.shards import HeadShard
 from workers.attention.backend import AttentionBackend, AttentionRule
 from workers.batch import Batch
 from workers.kernels import Kernels

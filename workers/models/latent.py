@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstore.layout import HeadShard
+from kvstore.shards import HeadShard
 from workers.attention.backend import Expansion
 from workers.kernels import HeadNorm, Kernels, Linear
 from workers.models.shapes import LatentShape

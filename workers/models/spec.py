@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
-from kvstore.precisions import PrecisionMap, Stored
+from kvstore.layout import KVLayout, LayerKV, Precision
+from kvstore.precisions import PrecisionError, PrecisionMap, Stored
+from kvstore.shards import HeadShard, shard_heads
 from workers.models.parts import PLAIN, NormKind, Residual, TensorNames
 from workers.models.rope import Rope, Unsupported
 from workers.models.shapes import ExpertShape, LatentShape
@@ -115,9 +116,11 @@ class ModelSpec:
 
     def layout(self, block_size: int, precision: PrecisionMap, ranks: int) -> tuple[KVLayout, ...]:
         """The pages of each rank, `block_size` tokens per block. PrecisionError for a map that names layers that are
-        not there; what is "auto" in it must have been settled. A latent has the precision that is meant for keys, and
-        every rank has all of it."""
+        not there, or that keeps latents by channel; what is "auto" in it must have been settled. A latent has the
+        precision that is meant for keys, and every rank has all of it."""
         stored = tuple(zip(precision.of(self.layers), self.windows, strict=True))
+        if self.latent and any(one.key.by_channel for one, _ in stored):
+            raise PrecisionError("", f"MLA's latents cannot be kept in {Precision.INT4_CHANNEL.label}; write int4")
         return tuple(
             KVLayout(block_size, tuple(self._kept(shard.kv_heads, one, window) for one, window in stored))
             for shard in self.shards(ranks)

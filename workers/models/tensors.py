@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.layout import HeadShard
+from kvstore.shards import HeadShard
 from workers.models.parts import NormKind
 from workers.models.rope import Rope
 from workers.models.spec import ModelSpec

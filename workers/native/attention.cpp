@@ -11,12 +11,14 @@ using tg::Row;
 // Below that one thread is done before a second one would have begun.
 constexpr std::int64_t SMALL = 4096;
 
-// Where the tokens of thread `rank` out of `size` begin: no two threads write to the same tile.
+// Where the tokens of thread `rank` out of `size` begin: no two threads write to the same tile, nor, where keys are by
+// channel, to the same block.
 int first_token(const tg_attention& work, int rank, int size) {
     const int token = static_cast<int>(tg::share_begin(work.tokens, rank, size));
     if (token == work.tokens) return token;
     const Row& row = tg::row_of(work, token);
-    const int into_row = token - row.first, into_tile = (row.start + into_row) % tg::TILE_SLOTS;
+    const int grain = work.opened[0] ? work.block_size : tg::TILE_SLOTS;
+    const int into_row = token - row.first, into_tile = (row.start + into_row) % grain;
     return token - (into_tile < into_row ? into_tile : into_row);
 }
 

@@ -38,6 +38,7 @@ struct tg_attention {
     std::int32_t tokens, row_count, table_count;
     const tg::Row* rows;
     const std::int32_t* tables;
+    const std::int32_t* opened[2];  // like `tables`: the blocks with either half of the open keys, or null
     // What tg_attention_plan() fills, in memory of Python's: so much there is, and so much is needed.
     tg::Unit* units;
     float* partials;

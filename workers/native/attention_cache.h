@@ -5,6 +5,7 @@
 #include "attention_dot.h"
 #include "attention_encode.h"
 #include "attention_layer.h"
+#include "attention_open.h"
 
 namespace tg {
 
@@ -54,16 +55,20 @@ inline void store_vector(const float* x, int dim, char* scale, const Put& put) {
     }
 }
 
-// Rotate a token's key of one head, and store it with the value in slot `slot` of `tile`.
-template <Format keys, Format values>
-inline void cache_head(const std::uint16_t* key, const std::uint16_t* value, const float* turns, int dim,
-                       const TileShape& shape, int slot, char* tile) {
-    constexpr int keys_group = group_of(keys), values_group = group_of(values);
-    float x[MOST_DIM];
-    rotate(key, turns, dim, x);
+// Store a key, x [dim], in slot `slot` of `tile`.
+template <Format keys>
+inline void cache_key(const float* x, int dim, const TileShape& shape, int slot, char* tile) {
+    constexpr int group = group_of(keys);
     store_vector<keys>(x, dim, tile + shape.key_scales + slot * WORD, [&](int d, auto element) {
-        store_element<keys>(tile + key_word(keys, slot, d) * WORD, place_of(keys_group, d % keys_group), element);
+        store_element<keys>(tile + key_word(keys, slot, d) * WORD, place_of(group, d % group), element);
     });
+}
+
+// Store a value in slot `slot` of `tile`.
+template <Format values>
+inline void cache_value(const std::uint16_t* value, int dim, const TileShape& shape, int slot, char* tile) {
+    constexpr int values_group = group_of(values);
+    float x[MOST_DIM];
     rotate(value, nullptr, dim, x);
     char* const words = tile + shape.values;
     const int place = place_of(values_group, slot % values_group);
@@ -72,7 +77,8 @@ inline void cache_head(const std::uint16_t* key, const std::uint16_t* value, con
     });
 }
 
-// Rotate and store all heads of the tokens [first, stop).
+// Rotate and store all heads of the tokens [first, stop). One thread has all tokens of a block where keys are by
+// channel, so that it can seal what it has filled.
 template <Format keys, Format values>
 inline void cache_tokens(const Layer& layer, int first, int stop) {
     const tg_attention& work = *layer.work;
@@ -85,13 +91,22 @@ inline void cache_tokens(const Layer& layer, int first, int stop) {
             for (int head = 0; head < work.q_heads; ++head) turn_query(heads + head * dim, turns, dim);
         const Row& row = row_of(work, token);
         const int position = row.start + token - row.first, offset = position % work.block_size;
-        const std::int64_t block = work.tables[row.table + position / work.block_size];
-        char* tile = layer.page + block * layer.page_bytes + offset / TILE_SLOTS * shape.bytes;
+        const int place = position / work.block_size, slot = offset % TILE_SLOTS;
+        char* page = layer.page + work.tables[row.table + place] * layer.page_bytes;
         const std::uint16_t* key = heads + work.q_heads * dim;
         for (int head = 0; head < work.kv_heads; ++head) {
-            cache_head<keys, values>(key, key + work.kv_heads * dim, turns, dim, shape, offset % TILE_SLOTS, tile);
+            char* const tile = page + offset / TILE_SLOTS * shape.bytes;
+            float x[MOST_DIM];
+            rotate(key, turns, dim, x);
+            cache_value<values>(key + work.kv_heads * dim, dim, shape, slot, tile);
+            if constexpr (keys == INT4_CHANNEL) {
+                store_open(layer, row, place, head, offset, x);
+                if (offset + 1 == work.block_size) seal(layer, row, place, head, shape, page);
+            } else {
+                cache_key<keys>(x, dim, shape, slot, tile);
+            }
             key += dim;
-            tile += work.block_size / TILE_SLOTS * shape.bytes;
+            page += shape.head_bytes(work.block_size / TILE_SLOTS);
         }
     }
 }

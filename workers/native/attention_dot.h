@@ -85,6 +85,7 @@ template <> struct Chosen<FP8_E5M2> { using Dot = Bf16Dot<FP8_E5M2>; };
 #if defined(__AVX512VNNI__)
 template <> struct Chosen<INT8> { using Dot = IntDot<INT8>; };
 template <> struct Chosen<INT4> { using Dot = IntDot<INT4>; };
+template <> struct Chosen<INT4_CHANNEL> { using Dot = IntDot<INT4_CHANNEL>; };
 #endif
 
 // How many of the `left` queries a pass of at most `most` takes: about evenly many, but never 5, for which no kernel is

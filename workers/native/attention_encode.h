@@ -49,6 +49,12 @@ constexpr float largest() {
     return format == INT8 ? 127.0f : Fp8<format == FP8_E4M3 ? FP8_E4M3 : FP8_E5M2>::MOST;
 }
 
+// Of elements from `low` to `high`.
+inline Scaling int4_scaling(float low, float high) {
+    const std::uint16_t lowest = to_bf16(low), step = to_bf16((high - from_bf16(lowest)) / 15.0f);
+    return {from_bf16(lowest), inverse_of(from_bf16(step)), step | static_cast<std::uint32_t>(lowest) << 16};
+}
+
 // Infinity and NaN spoil the vector that they stand in: its scale is NaN, whose lower bits are 0 (see exp2_below).
 template <Format format>
 inline Scaling scaling_of(const float* x, int dim) {
@@ -59,8 +65,7 @@ inline Scaling scaling_of(const float* x, int dim) {
             low = x[d] < low ? x[d] : low;
             high = x[d] > high ? x[d] : high;
         }
-        const std::uint16_t lowest = to_bf16(low), step = to_bf16((high - from_bf16(lowest)) / 15.0f);
-        return {from_bf16(lowest), inverse_of(from_bf16(step)), step | static_cast<std::uint32_t>(lowest) << 16};
+        return int4_scaling(low, high);
     } else {
         const float unit = largest_magnitude(x, dim) / largest<format>();
         return {0.0f, inverse_of(unit), load<std::uint32_t>(&unit)};

@@ -44,8 +44,9 @@ class Planner {
         const int ratio = work_.q_heads / work_.kv_heads;
         for (int index = 0; index < work_.row_count; ++index) {
             const Row& row = work_.rows[index];
-            for (int first = 0; first < row.count * ratio; first += tg::UNIT_QUERIES) {
-                const int count = at_most(tg::UNIT_QUERIES, row.count * ratio - first);
+            for (int first = 0, count = 0; first < row.count * ratio; first += count) {
+                count = at_most(tg::UNIT_QUERIES, row.count * ratio - first);
+                if (work_.opened[0]) count = at_most(count, left_in_block(row, first / ratio) * ratio - first % ratio);
                 Unit unit{index, 0, first, count, -1, 0, 0, 0, 0};
                 const tg::Place place(work_, unit);
                 const int from = place.first_seen(place.position(0)), to = place.position(count - 1) + 1;
@@ -56,6 +57,11 @@ class Planner {
                 for (; unit.head < work_.kv_heads; ++unit.head) visit(unit, cost);
             }
         }
+    }
+
+    // Tokens from `token` of a row on that are in one block: what a query reads depends on whether it is its own.
+    int left_in_block(const Row& row, int token) const {
+        return work_.block_size - (row.start + token) % work_.block_size;
     }
 
     static int magnitude(std::int64_t cost) { return 63 - __builtin_clzll(cost); }
@@ -94,6 +100,9 @@ bool is_sound(const tg_attention& work) {
             const std::int32_t found = work.tables[row.table + block];
             if (found < 0 || found >= work.blocks) return false;
         }
+        for (const std::int32_t* const opened : work.opened)
+            for (int block = row.start / work.block_size; opened && block < stop; ++block)
+                if (opened[row.table + block] < 0 || opened[row.table + block] >= work.blocks) return false;
         tokens += row.count;
     }
     return tokens == work.tokens;

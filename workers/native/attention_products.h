@@ -15,9 +15,12 @@ static_assert(STEP_KEYS == Ahead::MOST * TILE_SLOTS && PARTITION_KEYS % STEP_KEY
 constexpr int LINES = at_least(1, WIDE * LANES * WORD / Ahead::LINE);
 
 // The keys [base, base + STEP_KEYS) of one head as they lie in the pool. For tiles that are not there, or that nobody
-// sees, another stands in.
+// sees, another stands in. `keys`: where the keys of a tile begin, with the tile unless they are open; `channels`: the
+// scales of keys by channel that are sealed, which a step then has from one block.
 struct Step {
     const char* tiles[STEP_KEYS / TILE_SLOTS];
+    const char* keys[STEP_KEYS / TILE_SLOTS];
+    const char* channels;
     const TileShape* shape;
     int dim;
     int base;
@@ -54,20 +57,24 @@ inline __attribute__((always_inline)) void add_groups(typename Dot::Sum (&sums)[
     }
 }
 
-// The queries of a pass, [][dim], and what each of them sums to.
+// The queries of a pass, [][dim], and what each of them sums to; with keys by channel what its products are short of,
+// and their unit.
 template <class Dot>
 struct Queried {
     const typename Dot::Query* queries;
     const float* sums;
+    const float* units;
 };
 
-// Products with elements as they are stored to those with their numbers: by the scales of the keys from `slot` on.
+// Products with elements as they are stored, of query `i`, to those with their numbers: by the scales of the keys from
+// `slot` on.
 template <class Dot>
-inline Floats scale(Floats product, const Step& step, int slot, float query_sum) {
+inline Floats scale(Floats product, const Step& step, int slot, const Queried<Dot>& pass, int i) {
     if constexpr (Dot::FORMAT == INT4) {
         const Words scales = step.scales(slot, step.shape->key_scales);
-        return product * lower(scales) + query_sum * upper(scales);
+        return product * lower(scales) + pass.sums[i] * upper(scales);
     }
+    if constexpr (Dot::FORMAT == INT4_CHANNEL) return product * pass.units[i] + pass.sums[i];
     if constexpr (is_scaled(Dot::FORMAT)) return product * as_floats(step.scales(slot, step.shape->key_scales));
     return product;
 }
@@ -79,7 +86,7 @@ inline void multiply_some_keys(const Step& step, const Queried<Dot>& pass, int f
     const char* keys[Vectors];
     for (int v = 0; v < Vectors; ++v) {
         const int slot = (first + v) * LANES;
-        keys[v] = step.tiles[slot / TILE_SLOTS] + slot % TILE_SLOTS * WORD;
+        keys[v] = step.keys[slot / TILE_SLOTS] + slot % TILE_SLOTS * WORD;
     }
     for (int index = 0; index < step.dim / Dot::GROUP; ++index) {
         ahead.step<LINES>();
@@ -93,7 +100,7 @@ inline void multiply_some_keys(const Step& step, const Queried<Dot>& pass, int f
         const int slot = (first + v) * LANES;
 #pragma GCC unroll 6
         for (int i = 0; i < Queries; ++i)
-            store(products + i * STEP_KEYS + slot, scale<Dot>(Dot::finish(sums[i][v]), step, slot, pass.sums[i]));
+            store(products + i * STEP_KEYS + slot, scale<Dot>(Dot::finish(sums[i][v]), step, slot, pass, i));
     }
 }
 

@@ -35,6 +35,9 @@ struct Scratch {
     float* scores;  // [PASS_QUERIES][STEP_KEYS]
     float* shares;  // [PASS_QUERIES][STEP_KEYS]: weights in the format that multiplies values
     float* edges;   // [2][dim]: pairs of values of which one is blanked
+    float* folded;  // [PASS_QUERIES][dim]: queries as keys by channel are multiplied with them,
+    float* units;   // [PASS_QUERIES]: by how much their products are too small
+    float* shifts;  // [PASS_QUERIES]: and what is added to those
 
     static std::size_t bytes(int dim) { return Scratch(nullptr, dim).end_; }
 
@@ -55,6 +58,9 @@ struct Scratch {
         scores = take(PASS_QUERIES * STEP_KEYS);
         shares = take(PASS_QUERIES * STEP_KEYS);
         edges = take(2 * dim);
+        folded = take(PASS_QUERIES * dim);
+        units = take(PASS_QUERIES);
+        shifts = take(PASS_QUERIES);
     }
 
   private:

@@ -47,11 +47,19 @@ class Walk {
     using Query = typename KeyDot::Query;
     using Weight = typename ValueDot::Query;
     static constexpr int PASS = at_most(KeyDot::PASS, ValueDot::PASS);
+    static constexpr bool CHANNELS = keys == INT4_CHANNEL;
+    using OpenDot = typename Chosen<BF16>::Dot;
 
     void take_queries(const Place& place) {
         for (int i = 0; i < place.unit.count; ++i) {
-            Query* const to = reinterpret_cast<Query*>(scratch_.queries) + i * dim_;
             scratch_.position[i] = place.position(i);
+            if constexpr (CHANNELS) {
+                const std::uint16_t* const from = layer_.heads + place.offset(i, layer_.stride);
+                for (int d = 0; d < dim_; d += LANES) store(scratch_.queries + i * dim_ + d, from_bf16(from + d));
+                scratch_.factor[i] = layer_.scale * LOG2_E;
+                continue;
+            }
+            Query* const to = reinterpret_cast<Query*>(scratch_.queries) + i * dim_;
             scratch_.factor[i] = layer_.scale * LOG2_E *
                                  take_query<KeyDot>(layer_.heads + place.offset(i, layer_.stride), to, dim_);
             if constexpr (keys == INT4) scratch_.query_sum[i] = sum_of(to, dim_);
@@ -67,8 +75,11 @@ class Walk {
         fill(scratch_.limit, place.unit.count, -INFINITE);
         const int end = at_most((part + 1) * PARTITION_KEYS, last);
         for (int base = first_step(place, part); base < end; base += STEP_KEYS) {
-            Step step{{}, &shape_, dim_, base};
-            tiles_.find(place, base, at_most(STEP_KEYS, end - base), step.tiles);
+            Step step{{}, {}, nullptr, &shape_, dim_, base};
+            const int keys_left = at_most(STEP_KEYS, end - base);
+            tiles_.find(place, base, keys_left, step.tiles);
+            std::memcpy(step.keys, step.tiles, sizeof step.keys);
+            if constexpr (CHANNELS) step.channels = tiles_.find_channels(place, base, keys_left, step.keys);
             tiles_.fetch_after(place, base, last, next, ahead_);
             advance(place, step);
             ahead_.finish();
@@ -110,13 +121,41 @@ class Walk {
         const Sight sight{vectors, partial, from, to, layer_.soft_cap * LOG2_E, &step};
         const Running running{scratch_.top + first, scratch_.limit + first, scratch_.weight + first * LANES,
                               scratch_.shift + first * LANES};
-        const Queried<KeyDot> pass{reinterpret_cast<const Query*>(scratch_.queries) + first * dim_,
-                                   scratch_.query_sum + first};
         Weight* const weights = reinterpret_cast<Weight*>(scratch_.shares);
-        multiply_keys<KeyDot, Queries>(step, pass, vectors, ahead_, scratch_.scores);
+        if constexpr (CHANNELS) {
+            multiply_channels<Queries>(step, first, vectors);
+        } else {
+            const Queried<KeyDot> pass{reinterpret_cast<const Query*>(scratch_.queries) + first * dim_,
+                                       scratch_.query_sum + first, nullptr};
+            multiply_keys<KeyDot, Queries>(step, pass, vectors, ahead_, scratch_.scores);
+        }
         soften<ValueDot>(Queries, scratch_.scores, scratch_.factor + first, sight, running, fades, units, weights);
         const Values seen{&step, begin, end, blank_edges<ValueDot>(step, begin, end, scratch_.edges)};
         multiply_values<ValueDot, Queries>(seen, weights, fades, units, ahead_, scratch_.sums + first * dim_);
+    }
+
+    // Keys by channel: sealed ones with queries that their scales are folded into, open ones as they are.
+    template <int Queries>
+    void multiply_channels(const Step& step, int first, int vectors) {
+        const float* const from = scratch_.queries + first * dim_;
+        if (step.channels) {
+            Query* const folded = reinterpret_cast<Query*>(scratch_.folded);
+            for (int i = 0; i < Queries; ++i)
+                fold_query<KeyDot>(from + i * dim_, step.channels, dim_, folded + i * dim_, scratch_.units[i],
+                                   scratch_.shifts[i]);
+            multiply_keys<KeyDot, Queries>(step, {folded, scratch_.shifts, scratch_.units}, vectors, ahead_,
+                                           scratch_.scores);
+        } else {
+            using Plain = typename OpenDot::Query;
+            Plain* const plain = reinterpret_cast<Plain*>(scratch_.folded);
+            for (int d = 0; d < Queries * dim_; d += LANES) {
+                if constexpr (OpenDot::ROUNDED)
+                    store(plain + d, to_bf16(load<Floats>(from + d)));  // exact: they were bf16
+                else
+                    store(plain + d, load<Floats>(from + d));
+            }
+            multiply_keys<OpenDot, Queries>(step, {plain, nullptr, nullptr}, vectors, ahead_, scratch_.scores);
+        }
     }
 
     const Layer& layer_;

@@ -17,7 +17,8 @@ struct WideDot {
 
     // The elements with number `turn` of each word.
     static inline Floats operand(const char* at, int turn) {
-        const int bits = 32 / GROUP, shift = place_of(GROUP, turn) * bits;
+        constexpr int bits = 32 / GROUP;
+        const int shift = place_of(GROUP, turn) * bits;
         if constexpr (format == FP16) {
             const auto* const halves = reinterpret_cast<const std::uint16_t*>(at);
             return __builtin_shuffle(from_fp16(halves), from_fp16(halves + LANES), 2 * lane_numbers() + turn);
@@ -26,7 +27,7 @@ struct WideDot {
         if constexpr (format == BF16) return turn ? upper(words) : lower(words);
         if constexpr (format == INT8)
             return __builtin_convertvector((Ints)(words << (32 - bits - shift)) >> (32 - bits), Floats);
-        if constexpr (format == INT4) return __builtin_convertvector((Ints)(words >> shift & 15u), Floats);
+        if constexpr (bits == 4) return __builtin_convertvector((Ints)(words >> shift & 15u), Floats);
         if constexpr (format == FP8_E4M3 || format == FP8_E5M2) return Fp8<format>::to_fp32(words >> shift);
     }
 

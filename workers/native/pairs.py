@@ -17,6 +17,8 @@ _SINGLE = (
     Precision.FP8_E5M2,
     Precision.INT4,
 )
+BLOCK_STEP = 64
+"""What the tokens of a block with keys by channel are a multiple of: the kernel takes so many keys at a time."""
 PAIRS = (
     *((precision, precision) for precision in _SINGLE),
     (Precision.BF16, Precision.INT8),
@@ -25,6 +27,7 @@ PAIRS = (
     (Precision.INT8, Precision.FP8_E4M3),
     (Precision.INT8, Precision.INT4),
     (Precision.FP8_E4M3, Precision.INT4),
+    (Precision.INT4_CHANNEL, Precision.INT4),
 )
 """(keys, values): alike, or the values more coarsely than the keys: they bear it better."""
 TILE = 16
@@ -60,11 +63,13 @@ def layout_fault(layout: KVLayout) -> str:
             return "MLA's latents are read by torch alone"
         keys, values = (vector.precision for vector in layer.vectors)
         for precision in (keys, values):
-            if precision not in _SINGLE:
+            if precision not in _SINGLE and not precision.by_channel:
                 known = ", ".join(known.label for known in _SINGLE)
                 return f"kv_precision {precision.label} is none of {known}"
         if (keys, values) not in PAIRS:
             return f"no kernels for keys in {keys.label} with values in {values.label}"
+        if keys.by_channel and layout.block_size % BLOCK_STEP:
+            return f"keys in {keys.label} need a block_size of a multiple of {BLOCK_STEP}, got {layout.block_size}"
         dim = layer.vectors[0].elements
         if dim % TILE or dim > MOST_DIM:
             return f"heads of {dim} elements are no multiple of {TILE} up to {MOST_DIM}"

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvstore.layout import HALVES
 from workers.batch import Batch
 from workers.kvpool import KVPool
 from workers.native.calls import Calls
@@ -28,7 +31,9 @@ class _Work(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "block_size", "blocks")),
         ("window", ctypes.c_int32),
         *((name, ctypes.c_int32) for name in ("tokens", "row_count", "table_count")),
-        *((name, ctypes.c_void_p) for name in ("rows", "tables", "units", "partials", "pending", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("rows", "tables")),
+        ("opened", ctypes.c_void_p * HALVES),
+        *((name, ctypes.c_void_p) for name in ("units", "partials", "pending", "scratch")),
         *((name, ctypes.c_int64) for name in ("unit_room", "partial_room", "scratch_room")),
         *((name, ctypes.c_int64) for name in ("unit_count", "partial_count", "scratch_count")),
         ("merge_count", ctypes.c_int32),
@@ -39,10 +44,12 @@ class _Work(ctypes.Structure):
 
 class Units:
     """A step's rows with the tables of one layer group, cut into units of work for one window; kept in memory that
-    grows to what the kernel asks for."""
+    grows to what the kernel asks for. Where layers of the group keep keys by channel, the tables of their open blocks
+    go with it."""
 
     def __init__(self, calls: Calls, pool: KVPool, group: int, window: int | None) -> None:
         self._group = group
+        self._halves = max(halves for one, halves in zip(pool.group_of, pool.open_groups, strict=True) if one == group)
         self._plan = calls.library.function("tg_attention_plan", ctypes.c_void_p)
         self._slack = 1 if calls.library.debug else 2  # exact where bounds are checked
         self.work = _Work(
@@ -55,6 +62,7 @@ class Units:
         self.address = ctypes.addressof(self.work)
         self._rows = array("i")
         self._tables = np.empty(0, np.int32)
+        self._opened: list[NDArray[np.int32]] = []
         self._room: list[Tensor] = []
 
     def take(self, batch: Batch) -> None:
@@ -62,6 +70,8 @@ class Units:
         work, tables = self.work, [span.tables[self._group] for span in batch.spans]
         begins = list(accumulate(map(len, tables), initial=0))
         self._tables = np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])
+        self._opened = [_joined(batch, half, begins) for half in self._halves]
+        work.opened = (ctypes.c_void_p * HALVES)(*(blocks.ctypes.data for blocks in self._opened))
         rows = [part for span, begin in zip(batch.spans, begins, strict=False) for part in (*span[:3], begin)]
         self._rows = array("i", rows)
         work.tokens = len(batch.positions)
@@ -83,3 +93,11 @@ class Units:
         if answer:
             work.tokens = 0  # nothing is attended for
             raise ValueError(f"a row's blocks do not cover it or are not among the pool's {work.blocks}")
+
+
+def _joined(batch: Batch, group: int, begins: Sequence[int]) -> NDArray[np.int32]:
+    """The tables of `group`, which begin where others do. ValueError for one of another length."""
+    tables = [span.tables[group] for span in batch.spans]
+    if list(accumulate(map(len, tables), initial=0)) != list(begins):
+        raise ValueError("a row's tables do not have the same number of blocks")
+    return np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore.layout import HeadShard, KVLayout, LayerKV, shard_heads
+from kvstore.layout import KVLayout, LayerKV
 from kvstore.precisions import PrecisionMap
+from kvstore.shards import HeadShard, shard_heads
 from workers.models.rope import Unsupported
 
 
