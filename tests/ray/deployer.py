@@ -1,0 +1,58 @@
+"""A program that deploys a service on a Ray that runs already, and answers every line it reads with the service's
+status as a line of JSON: `python -m tests.ray.deployer ADDRESS alone|everywhere CONFIG`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+import deploy.app
+from cluster.actors import find_coordinator
+from deploy.config import ClusterConfig
+
+ALONE, EVERYWHERE = "alone", "everywhere"
+"""As `tidegate serve` does it, with what answers HTTP on the head alone; as KubeRay does, with a proxy on every node
+that has a part of the service."""
+HEAD = {"node:__internal_head__": 0.001}
+
+
+def main() -> None:
+    """Deploy, then answer."""
+    address, how, plain = sys.argv[1:]
+    config = ClusterConfig.model_validate(json.loads(plain))
+    say(up=(deploy_alone if how == ALONE else deploy_everywhere)(address, config))
+    for _ in sys.stdin:
+        say(**ray.get(find_coordinator(config.service_name).status.remote(), timeout=30))
+
+
+def deploy_alone(address: str, config: ClusterConfig) -> str:
+    build = deploy.app._ingresses
+
+    def on_head(*arguments: Any) -> Any:
+        """The streams of an ingress that goes with its host are lost; so it stays on the one that does not go."""
+        return build(*arguments).options(ray_actor_options={"num_cpus": 0.01, "resources": HEAD})
+
+    deploy.app._ingresses = on_head
+    folders = [Path(section.model) for section in config.sections]
+    return deploy.app.run(config, folders, lambda text: say(said=text), address=address).url
+
+
+def deploy_everywhere(address: str, config: ClusterConfig) -> str:
+    ray.init(address=address, log_to_driver=False)
+    serve.start(proxy_location="EveryNode", http_options={"host": config.host, "port": config.port})
+    serve.run(deploy.app.build(config), name=config.service_name, route_prefix="/")
+    return f"http://{config.host}:{config.port}"
+
+
+def say(**values: Any) -> None:
+    """One line for whoever has started this."""
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()
