@@ -10,14 +10,17 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 import deploy.app
-from cluster.actors import find_coordinator
+from cluster.actors import CoordinatorMissing, find_coordinator
 from deploy.config import ClusterConfig
 
 ALONE, EVERYWHERE = "alone", "everywhere"
 """As `tidegate serve` does it, with what answers HTTP on the head alone; as KubeRay does, with a proxy on every node
 that has a part of the service."""
+SAYS = "deployer: "
+"""What a line of its own begins with."""
 HEAD = {"node:__internal_head__": 0.001}
 
 
@@ -27,7 +30,16 @@ def main() -> None:
     config = ClusterConfig.model_validate(json.loads(plain))
     say(up=(deploy_alone if how == ALONE else deploy_everywhere)(address, config))
     for _ in sys.stdin:
-        say(**ray.get(find_coordinator(config.service_name).status.remote(), timeout=30))
+        say(**status(config.service_name))
+
+
+def status(service: str) -> dict[str, Any]:
+    """What the coordinator says; of no group while there is none that answers."""
+    try:
+        found: dict[str, Any] = ray.get(find_coordinator(service).status.remote(), timeout=30)
+    except (CoordinatorMissing, RayError) as error:
+        return {"groups": [], "missing": str(error)}
+    return found
 
 
 def deploy_alone(address: str, config: ClusterConfig) -> str:
@@ -51,7 +63,7 @@ def deploy_everywhere(address: str, config: ClusterConfig) -> str:
 
 def say(**values: Any) -> None:
     """One line for whoever has started this."""
-    print(json.dumps(values), flush=True)
+    print(SAYS + json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":

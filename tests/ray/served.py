@@ -10,10 +10,11 @@ from typing import IO, Any
 
 import httpx
 
+from tests.ray.deployer import SAYS
 from tests.ray.hosts import GCS_PORT, Host
 from tests.ray.stage import eventually
 
-TOKENS = 1200
+TOKENS = 800
 BACK_S = 90.0
 """How long a machine full of other work may need until a group is whole again."""
 WARM = 12
@@ -43,10 +44,12 @@ class Deployer:
         return self._read()
 
     def _read(self) -> dict[str, Any]:
-        line = self._pipe(self._process.stdout).readline()
-        assert line, f"the deployer has ended, after saying: {self.said}"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        """The next of its own lines; Ray puts some between them."""
+        for line in self._pipe(self._process.stdout):
+            if line.startswith(SAYS):
+                found: dict[str, Any] = json.loads(line.removeprefix(SAYS))
+                return found
+        raise AssertionError(f"the deployer has ended, after saying: {self.said}")
 
     def _pipe(self, pipe: IO[str] | None) -> IO[str]:
         assert pipe is not None
@@ -63,15 +66,16 @@ class Served:
 
     def group(self) -> dict[str, Any]:
         rows = self.deployer.status()["groups"]
-        return rows[0] if len(rows) == 1 else {"state": f"{len(rows)} groups"}
+        return rows[0] if len(rows) == 1 else {"state": f"there are {len(rows)} groups"}
 
     def wait_until_whole(self) -> dict[str, Any]:
         """The group, once it is up again and nothing runs or is held."""
 
         def at_rest() -> dict[str, Any] | None:
             group = self.group()
-            busy = group["state"] != "up" or group["running"] or group["grants"] or group["pool"]["held"]
-            return None if busy else group
+            if group["state"] != "up" or group["pool"] is None:  # joined, and not reported yet
+                return None
+            return None if group["running"] or group["grants"] or group["pool"]["held"] else group
 
         found: dict[str, Any] = eventually(at_rest, BACK_S)
         return found

@@ -15,6 +15,9 @@ from tests.ray.served import Deployer, Served, config
 
 pytestmark = pytest.mark.slow
 
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+"""What KubeRay tells workers: so long they wait for a head, where Ray by itself has them end after one minute."""
+
 
 @pytest.fixture
 def hosts() -> Iterator[Pair]:
@@ -23,7 +26,7 @@ def hosts() -> Iterator[Pair]:
     pair = Pair()
     try:
         pair.first.boot(0, environment=kept(pair))
-        pair.second.boot(physical_cores(), head=pair.first)
+        pair.second.boot(physical_cores(), head=pair.first, environment=PATIENT)
         yield pair
     finally:
         pair.remove()
