@@ -27,19 +27,36 @@ def group_bundles(ranks: int, *, device: str, cores: int, all_ranks: int, memory
     return [{"CPU": REPLICA_CPUS}, *(dict(rank) for _ in range(ranks))]
 
 
-def shortage(bundles: Sequence[Resources], groups: int, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Why `groups` groups of `bundles`, each whole on one of `nodes` (name -> resources), cannot stand; None when they
-    can. A sentence with what is wanted and what each node has."""
-    wanted = total(bundles)
-    left = [dict(resources) for resources in nodes.values()]
-    placed = sum(_place(wanted, left) for _ in range(groups))
-    if placed == groups:
+def shortage(
+    bundles: Sequence[Resources], groups: int, nodes: Mapping[str, Mapping[str, float]], *, across: bool = False
+) -> str | None:
+    """Why `groups` groups of `bundles` cannot stand on `nodes` (name -> resources), each whole on one of them unless it
+    may go `across` several; None when they can. A sentence with what is wanted and what each node has."""
+    left = {name: dict(resources) for name, resources in nodes.items()}
+    if sum(take(bundles, left, across=across) for _ in range(groups)) == groups:
         return None
+    wanted = total(bundles)
     have = (
         "; ".join(f"{name} has {_show(resources, wanted)}" for name, resources in nodes.items()) or "there is no node"
     )
     which = "a group wants" if groups == 1 else f"{groups} groups want each"
-    return f"{which} {_show(wanted, wanted)} on one node; {have}"
+    where = f"over several nodes, {_show(bundles[-1], bundles[-1])} for each rank" if across else "on one node"
+    return f"{which} {_show(wanted, wanted)} {where}; {have}"
+
+
+def take(bundles: Sequence[Resources], left: dict[str, dict[str, float]], *, across: bool = False) -> bool:
+    """Take one group's resources out of `left` (by node), whole from one node, or bundle by bundle where it may go
+    `across` nodes and none holds it whole. False when there is no room; then nothing is taken."""
+    wanted = total(bundles)
+    if any(_take(wanted, node) for node in left.values()):
+        return True
+    if not across:
+        return False
+    trial = {name: dict(resources) for name, resources in left.items()}
+    if not all(any(_take(bundle, node) for node in trial.values()) for bundle in bundles):
+        return False
+    left.update(trial)
+    return True
 
 
 def total(bundles: Sequence[Resources]) -> Resources:
@@ -48,13 +65,12 @@ def total(bundles: Sequence[Resources]) -> Resources:
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
-def _place(wanted: Resources, left: list[dict[str, float]]) -> bool:
-    for node in left:
-        if all(node.get(name, 0.0) + 1e-6 >= amount for name, amount in wanted.items()):
-            for name, amount in wanted.items():
-                node[name] -= amount
-            return True
-    return False
+def _take(wanted: Resources, node: dict[str, float]) -> bool:
+    if any(node.get(name, 0.0) + 1e-6 < amount for name, amount in wanted.items()):
+        return False
+    for name, amount in wanted.items():
+        node[name] -= amount
+    return True
 
 
 def _show(resources: Mapping[str, float], names: Mapping[str, float]) -> str:

@@ -32,7 +32,7 @@ from deploy.files import file_faults
 from deploy.house import tidegate_version
 from deploy.machine import physical_cores, port_fault
 from deploy.quality.gate import admitted
-from deploy.room import Demand
+from deploy.room import Demand, cores_of_ranks
 from deploy.sections import ModelSection
 from deploy.service import Plan, Service, ServiceError
 from deploy.settings import coordinator_settings, group_settings, ingress_settings, native_folder
@@ -155,7 +155,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
-    cores, environment = physical_cores(), Environment.read()
+    cores, environment = _cores(), Environment.read()
     revisions = [fingerprint(folder) for folder in folders]
     facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
     coordinator = coordinator_settings(config, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
@@ -170,7 +170,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         bundles = group_bundles(
             section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
         )
-        demand = Demand(tuple(bundles), section.groups, section.names[0])
+        demand = Demand(tuple(bundles), section.groups, section.names[0], across=section.placement == "nodes")
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
         demands.append(demand)
     front = ingress_settings(config, folders, revisions, environment)
@@ -238,7 +238,7 @@ def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
         num_replicas=demand.groups,
         ray_actor_options=_replica_options(demand.bundles[0]["CPU"]),
         placement_group_bundles=list(demand.bundles),
-        placement_group_strategy="STRICT_PACK",
+        placement_group_strategy="PACK" if demand.across else "STRICT_PACK",
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,
@@ -263,6 +263,13 @@ def _ingresses(config: ClusterConfig) -> Any:
 
 def _replica_options(cpus: float) -> dict[str, Any]:
     return {"num_cpus": cpus}
+
+
+def _cores() -> int:
+    """Physical cores that the ranks of a node share."""
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    here = nodes.get(ray.get_runtime_context().get_node_id(), {})
+    return cores_of_ranks(physical_cores(), here, nodes)
 
 
 def _rank_memory(section: ModelSection, folder: Path) -> int:

@@ -127,7 +127,8 @@ Quality = Annotated[QualitySection, BeforeValidator(QualitySection.switched)]
 
 class ModelSection(Section):
     """One model and the groups that run it. `kv_memory` is per rank. `threads` is per rank too; None: one on a GPU, on
-    a CPU the physical cores divided by the ranks of all models."""
+    a CPU the physical cores divided by the ranks of all models. `placement`: a group has its ranks on one node, or on
+    as few nodes as have room for them."""
 
     model: Text = DEFAULT_MODEL
     revision: Text | None = None
@@ -135,6 +136,7 @@ class ModelSection(Section):
 
     groups: Count = 1
     tensor_parallel_size: Count = 1
+    placement: Literal["node", "nodes"] = "node"
     dtype: Dtype = "auto"
     kernels: KernelName = "auto"
     weight_precision: WeightPrecision = "auto"

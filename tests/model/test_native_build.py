@@ -16,7 +16,9 @@ import pytest
 
 from workers.native.build import SOURCES, CacheUnusable, Compiler, NativeUnavailable, Part, built, is_whole
 from workers.native.library import Library, load_library, load_object
-from workers.native.processor import Processor, variant_named
+from workers.native.pairs import part_named
+from workers.native.prebuild import main, prebuild, variants_here
+from workers.native.processor import VARIANTS, Processor, variant_named
 
 pytestmark = pytest.mark.model
 
@@ -207,6 +209,32 @@ def test_no_compiler_is_said_so(sources: Path, cache: Path, tmp_path: Path, monk
     with pytest.raises(NativeUnavailable, match=r"^no C\+\+ compiler: GCC 10 or later is wanted on the PATH$"):
         load_library(tmp_path / "elsewhere", variant="plain", sources=sources)
     assert built(cache, PLAIN, sources=sources) == made, "what a compiler made before serves without one"
+
+
+def test_what_was_compiled_ahead_serves_where_no_compiler_is(
+    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "attention_pair.cpp").write_text('extern "C" int tg_part() { return 7; }\n')
+    part = part_named("int8-int4")
+    made = prebuild(cache, [PLAIN, variant_named("avx2")], [part], sources=sources)
+    assert len({path.name for path in made}) == 4 and all(map(is_whole, made))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    library = load_library(cache, variant="plain", sources=sources)
+    assert library.part(part).tg_part() == 7
+    with pytest.raises(NativeUnavailable, match="no C"):
+        library.part(part_named("bf16-bf16"))
+
+
+def test_kernels_are_compiled_ahead_for_the_processors_of_the_machine_alone() -> None:
+    assert variants_here("x86_64") == VARIANTS
+    assert variants_here("aarch64") == (PLAIN,)
+
+
+@pytest.mark.parametrize("words", [["--pair", "int4-int8"], ["--variant", "avx3"]])
+def test_what_cannot_be_compiled_ahead_is_named(cache: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=f"prebuild: .*'{words[1]}' is none of "):
+        main([str(cache), *words])
+    assert not cache.exists()
 
 
 def test_compilers_that_will_not_do_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stop_ray(stage.link)
     left = [process for process in processes()[1:] if "ray" in command_line(process)]
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a path short enough for Ray's sockets below it; what is left in `folder / "t"` would be ours."""
+    made = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="session")

@@ -4,60 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.ray.launch import ROOT, serving
 from tests.ray.stage import command_line, eventually, free_port
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a path short enough for Ray's sockets below it; what is left in `folder / "t"` would be ours."""
-    made = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
-    yield made
-    shutil.rmtree(made)
-
-
-@contextmanager
-def serving(folder: Path, tiny_model: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`tidegate serve` in a session of its own, with its temporary folder and cache below `folder`."""
-    port = free_port()
-    config = folder / "config.yaml"
-    config.write_text(
-        f"model: {tiny_model}\nserved_model_names: tiny\ndevice: cpu\ndtype: fp32\nthreads: 1\nport: {port}\n"
-        "kv_memory: 16MiB\nmax_model_len: 4096\ndrain_s: 5\n"
-    )
-    (folder / "t").mkdir()
-    environment = {**os.environ, "TMPDIR": str(folder / "t"), "TIDEGATE_CACHE": str(folder / "cache")}
-    environment.pop("RAY_AUTH_MODE", None)
-    command = [sys.executable, "-m", "deploy", "serve", "--config", str(config), *more]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process, port
-        finally:
-            process.kill()
 
 
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:

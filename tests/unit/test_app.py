@@ -13,7 +13,7 @@ import pytest
 
 from deploy import app
 from deploy.config import ClusterConfig, ConfigError
-from deploy.room import Demand, lack
+from deploy.room import Demand, cores_of_ranks, lack
 from tests.ray.stage import free_port
 from tests.unit.test_shapes import V3
 from workers.native.build import NativeUnavailable
@@ -91,7 +91,7 @@ def ray_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_gpus(number: int) -> None:
         monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, "GPU": float(number)})
 
-    monkeypatch.setattr(app, "physical_cores", lambda: 8)
+    monkeypatch.setattr(app, "_cores", lambda: 8)
     return set_gpus
 
 
@@ -185,6 +185,11 @@ def demand(groups: int, cpus: float, model: str = "m") -> Demand:
     return Demand(({"CPU": 0.01}, {"CPU": cpus}), groups, model)
 
 
+def pair(cpus: float) -> Demand:
+    """One group of two ranks that may be on two nodes."""
+    return Demand(({"CPU": 0.01}, {"CPU": cpus}, {"CPU": cpus}), 1, "m", across=True)
+
+
 @pytest.mark.parametrize(
     ("demands", "nodes", "lacks"),
     [
@@ -193,11 +198,48 @@ def demand(groups: int, cpus: float, model: str = "m") -> Demand:
         ([demand(2, 1), demand(1, 1.5, "n")], {"a": {"CPU": 3.0}}, "m: "),
         ([demand(1, 1), demand(1, 2, "n")], {"a": {"CPU": 1.5}, "b": {"CPU": 2.5}}, None),
         ([demand(1, 4)], {"a": {"CPU": 3.0}, "b": {"CPU": 3.0}}, "a group wants 4.01 CPUs"),
+        ([pair(2)], {"a": {"CPU": 2.5}, "b": {"CPU": 2.5}}, None),
+        ([pair(2), demand(1, 0.4, "n")], {"a": {"CPU": 2.5}, "b": {"CPU": 2.5}}, None),
+        (
+            [pair(2), demand(1, 1, "n")],
+            {"a": {"CPU": 2.5}, "b": {"CPU": 2.5}},
+            "n: a group wants 1.01 CPUs on one node",
+        ),
     ],
 )
 def test_room_is_counted_over_all_models(demands: list[Demand], nodes: dict[str, dict[str, float]], lacks: str) -> None:
     found = lack(demands, nodes)
     assert found is None if lacks is None else found is not None and found.startswith(lacks)
+
+
+@pytest.mark.parametrize(
+    ("here", "nodes", "cores"),
+    [
+        ({"CPU": 4.0}, {"a": {"CPU": 4.0}}, 2),
+        ({"CPU": 4.0}, {"a": {"CPU": 4.0}, "b": {"CPU": 64.0}}, 2),
+        ({"CPU": 0.0}, {"head": {"CPU": 0.0}, "a": {"CPU": 8.0}, "b": {"CPU": 16.0}}, 16),
+        ({}, {"head": {"node:__internal_head__": 1.0}}, 2),
+    ],
+)
+def test_ranks_share_the_cores_of_a_node_that_computes(
+    here: dict[str, float], nodes: dict[str, dict[str, float]], cores: int
+) -> None:
+    """A head that only controls says nothing of what the others have."""
+    assert cores_of_ranks(2, here, nodes) == cores
+
+
+@pytest.mark.parametrize(("placement", "strategy"), [("node", "STRICT_PACK"), ("nodes", "PACK")])
+def test_a_group_is_on_one_node_unless_it_may_go_over_several(
+    tmp_path: Path, ray_with_gpus: Any, placement: str, strategy: str
+) -> None:
+    ray_with_gpus(0)
+    config = ClusterConfig.model_validate(
+        {"model": str(tmp_path), "tensor_parallel_size": 2, "placement": placement, "device": "cpu"}
+    )
+    plan = app.make_plan(config, model(tmp_path))
+    *_, owners = bound(plan.application)
+    assert owners[0]._bound_deployment._replica_config.placement_group_strategy == strategy
+    assert [demand.across for demand in plan.demands] == [placement == "nodes"]
 
 
 def test_kernels_for_the_formats_of_the_cache_are_compiled_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:

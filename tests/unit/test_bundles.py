@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bundles import group_bundles, shortage, total
+from cluster.bundles import group_bundles, shortage, take, total
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (3, 1), (1, 4), (3, 2)])
@@ -44,3 +44,28 @@ def test_a_group_does_not_straddle_nodes_and_several_groups_spread() -> None:
 def test_no_node_at_all() -> None:
     said = shortage(group_bundles(1, device="cpu", cores=2, all_ranks=1), 1, {})
     assert said is not None and said.endswith("there is no node")
+
+
+def test_a_group_that_may_goes_over_nodes_rank_by_rank() -> None:
+    bundles = group_bundles(8, device="cuda", cores=32, all_ranks=8)
+    four = {"CPU": 32.0, "GPU": 4.0}
+    assert shortage(bundles, 1, {"a": four, "b": four}) is not None
+    assert shortage(bundles, 1, {"a": four, "b": four}, across=True) is None
+    assert shortage(bundles, 2, {name: four for name in "abcd"}, across=True) is None
+    said = shortage(bundles, 1, {"a": four, "b": {"CPU": 32.0, "GPU": 3.0}}, across=True)
+    assert said is not None
+    assert said.startswith("a group wants 8.01 CPUs, 8 GPUs over several nodes, 1 CPUs, 1 GPUs for each rank; a has 32")
+
+
+def test_a_group_that_may_go_over_nodes_is_on_one_where_that_has_room() -> None:
+    bundles = group_bundles(2, device="cuda", cores=8, all_ranks=2)
+    left = {"a": {"CPU": 8.0, "GPU": 1.0}, "b": {"CPU": 8.0, "GPU": 2.0}}
+    assert take(bundles, left, across=True)
+    assert left["a"] == {"CPU": 8.0, "GPU": 1.0} and left["b"]["GPU"] == 0.0
+
+
+def test_a_group_that_finds_no_room_takes_nothing() -> None:
+    bundles = group_bundles(3, device="cuda", cores=8, all_ranks=3)
+    left = {"a": {"CPU": 8.0, "GPU": 1.0}, "b": {"CPU": 8.0, "GPU": 1.0}}
+    assert not take(bundles, left, across=True)
+    assert left == {"a": {"CPU": 8.0, "GPU": 1.0}, "b": {"CPU": 8.0, "GPU": 1.0}}

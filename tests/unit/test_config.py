@@ -132,7 +132,7 @@ def test_a_fault_in_a_section_is_named_by_its_own_line(write) -> None:
 @pytest.mark.parametrize("key", sorted(ModelSection.model_fields))
 def test_a_key_of_one_model_beside_several_models_is_refused(write, key: str) -> None:
     values = {"model": "x", "revision": "r", "served_model_names": "n", "dtype": "bf16", "kv_precision": "bf16"}
-    values |= {"quality": "off", "kernels": "native", "weight_precision": "int8"}
+    values |= {"quality": "off", "kernels": "native", "weight_precision": "int8", "placement": "nodes"}
     values |= {"kv_memory": "1MiB", "prefix_cache": "on", "block_size": "32", "max_num_batched_tokens": "512"}
     path = write(f"models:\n  - model: a\n{key}: {values.get(key, 1)}\n")
     with pytest.raises(ConfigError) as refused:
@@ -277,3 +277,11 @@ def test_a_taken_port_is_told() -> None:
         fault = port_fault("127.0.0.1", port)
         assert fault and f"127.0.0.1:{port}" in fault and "--port" in fault
     assert port_fault("127.0.0.1", port) is None
+
+
+def test_ranks_are_on_one_node_unless_they_may_be_on_several(write) -> None:
+    assert load(write("model: a\n")).placement == "node"
+    several = load(write("models:\n  - {model: a, placement: nodes}\n  - {model: b}\n"))
+    assert [section.placement for section in several.sections] == ["nodes", "node"]
+    with pytest.raises(ConfigError, match=r":1: placement: input should be 'node' or 'nodes', got 'anywhere'"):
+        load(write("placement: anywhere\n"))

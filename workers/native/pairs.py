@@ -51,6 +51,14 @@ def parts_for(precisions: PrecisionMap) -> tuple[Part, ...]:
     return tuple(dict.fromkeys(_part(one.key, one.value) for one in kept if (one.key, one.value) in PAIRS))
 
 
+def part_named(name: str) -> Part:
+    """The part called so, as in "int8-int4". Raises ValueError for one that there is none of."""
+    parts = {part.name: part for part in (_part(*pair) for pair in PAIRS)}
+    if name not in parts:
+        raise ValueError(f"pair {name!r} is none of {', '.join(parts)}")
+    return parts[name]
+
+
 def _part(key: Precision, value: Precision) -> Part:
     defines = (f"TG_KEYS={key.label.upper()}", f"TG_VALUES={value.label.upper()}")
     return Part(f"{key.label}-{value.label}", "attention_pair.cpp", defines)
