@@ -19,11 +19,12 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.actors import CoordinatorMissing, coordinator_services, find_coordinator, open_coordinator
+from cluster.actors import open_coordinator
 from cluster.bundles import group_bundles
 from cluster.coordination.cards import PROTOCOL
 from cluster.group import GroupOwner
 from cluster.ingress import Ingress
+from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
 from deploy.catalog import fingerprint, resolve
 from deploy.cluster import Note, connect_ray, recall, start_ray
 from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback

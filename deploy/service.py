@@ -21,8 +21,9 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group_table
 
-from cluster.actors import end_coordinator, open_coordinator
+from cluster.actors import open_coordinator
 from cluster.notices import Notice
+from cluster.registry import end_coordinator
 from cluster.settings import CoordinatorSettings
 from deploy.cluster import RayLink, logs_of, remember, stop_ray
 from deploy.room import Demand, lack

@@ -11,11 +11,12 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from cluster.actors import CoordinatorMissing, end_coordinator, find_coordinator, open_coordinator
+from cluster.actors import open_coordinator
 from cluster.coordination.cards import PROTOCOL, GroupCard
 from cluster.coordination.grants import REFUSED_LATE, Ask, Grant, Outcome, Refusal, Ticket
 from cluster.coordination.terms import CoordinatorTerms, LineBounds
 from cluster.links import CoordinatorLink
+from cluster.registry import CoordinatorMissing, end_coordinator, find_coordinator
 from cluster.settings import CoordinatorSettings
 from deploy.bench.coordination_ray import Fleet, measure
 from tests.ray.stage import Stage, eventually
