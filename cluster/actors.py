@@ -26,7 +26,7 @@ from cluster.coordination.cards import OLDEST_PROTOCOL, PROTOCOL, GroupCard, Gro
 from cluster.coordination.control import Command
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
-from cluster.coordination.revisions import Revision
+from cluster.coordination.revisions import Edition, Revision
 from cluster.legacy import recall, remember
 from cluster.metrics import CoordinatorExporter
 from cluster.notices import Notice, NoticeBoard
@@ -189,6 +189,13 @@ class CoordinatorActor:
         self._changes.ring((_SETTINGS,))
         return revision
 
+    @ray.method(concurrency_group="report")
+    async def earlier(self) -> Edition | None:
+        """The edition before the one in force, if there is one to return to."""
+        with self._coordinating() as (coordinator, _):
+            past = coordinator.memory[0].past
+        return past[-1] if past else None
+
     # -- for whoever looks ---------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="report")
@@ -214,6 +221,11 @@ class CoordinatorActor:
             except TimeoutError:
                 break
         return found
+
+    @ray.method(concurrency_group="report")
+    async def latest_notice(self) -> int:
+        """The number of the last notice."""
+        return self._board.last
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Where the coordinators of services are: named actors of one namespace on a Ray cluster. Knows none of their methods."""
+"""Where the coordinators of services are: named actors of one namespace on a Ray cluster. Knows none of
+their methods."""
 
 from __future__ import annotations
 

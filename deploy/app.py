@@ -120,7 +120,7 @@ def watching(address: str | None = None, *, service: str | None = None, url: str
     if address:
         link = connect_ray(address)
     else:
-        note = _noted(service, url)
+        note = noted(service, url)
         link, url = connect_ray(note.link.address, note.link.token), note.url
         service = note.service
 
@@ -140,7 +140,7 @@ def watching(address: str | None = None, *, service: str | None = None, url: str
         ray.shutdown()
 
 
-def _noted(service: str | None, url: str | None) -> Note:
+def noted(service: str | None, url: str | None) -> Note:
     note = recall(run_dir(), service, url)
     if note is None:
         at = f" at {url}" if url else ""
@@ -150,16 +150,18 @@ def _noted(service: str | None, url: str | None) -> Note:
     return note
 
 
-def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
-    """What to start for `config`, whose models lie in `folders`. Needs a connection to Ray: what `device: auto` means
-    depends on its nodes."""
+def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None) -> Plan:
+    """What to start for `config`, whose models lie in `folders`; `identity` is that of the deployment that it updates
+    (None: it is a new one). Needs a connection to Ray: what `device: auto` means depends on its nodes."""
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     cores, environment = physical_cores(), Environment.read()
     revisions = [fingerprint(folder) for folder in folders]
     facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
-    coordinator = coordinator_settings(config, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
+    identity = identity or hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    front = ingress_settings(config, folders, revisions, environment)
+    coordinator = coordinator_settings(config, identity, front, tidegate_version())
     owners, demands = [], []
     for name, section, folder, revision in zip(
         deployment_names(config.sections), config.sections, folders, revisions, strict=True
@@ -174,7 +176,6 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         demand = Demand(tuple(bundles), section.groups, section.names[0])
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
         demands.append(demand)
-    front = ingress_settings(config, folders, revisions, environment)
     return Plan(
         application=_ingresses(config).bind(front, coordinator, tidegate_version(), owners),
         coordinator=coordinator,
@@ -242,6 +243,8 @@ def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
         placement_group_strategy="STRICT_PACK",
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
+        max_surge_percent=max(1, 100 // demand.groups) if config.update == "surge" else 0,
+        rolling_update_percentage=min(1.0, 1.0 / demand.groups),
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         max_constructor_retry_count=2,
@@ -255,6 +258,7 @@ def _ingresses(config: ClusterConfig) -> Any:
         num_replicas=config.ingress_replicas,
         ray_actor_options=_replica_options(0.01),
         max_ongoing_requests=EVERY_REQUEST,
+        max_surge_percent=100,  # an ingress takes no room; while none is there, whoever comes would be turned away
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,

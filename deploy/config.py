@@ -62,7 +62,8 @@ class ClusterConfig(ModelSection):
     One model stands in the keys of ModelSection at the top; several stand in `models`, and then none at the top.
     `gpu_memory_utilization` is a share of each GPU, `cpu_memory_utilization` one of the machine's memory over all
     groups; both hold weights, buffers and KV pool; `kv_memory` goes before them. Files are named, never their contents:
-    Serve shows an application's arguments to whoever asks it.
+    Serve shows an application's arguments to whoever asks it. `update`: whether a group is replaced by ending it first,
+    or by starting its successor beside it, which takes room for one more group.
     """
 
     models: tuple[ModelSection, ...] = ()
@@ -85,6 +86,8 @@ class ClusterConfig(ModelSection):
     drain_s: Seconds = 30.0
     step_timeout_s: Seconds = 60.0
     flight_dir: Text | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    update: Literal["stop-first", "surge"] = "stop-first"
 
     cache_scope: Literal["auto", "tenant", "session"] = "auto"
     namespace_secret_file: Names = ()

@@ -133,8 +133,10 @@ class Control:
         return Orders(number, terms, hand_over, rebuild)
 
     def hear(self, ingress: str, held: int, fault: str, now: float) -> Revision:
-        """An ingress goes by revision `held`, or would if it were not for `fault`; what is in force."""
-        self._ingresses[ingress] = (held, fault, now)
+        """An ingress goes by revision `held`, or would if it were not for `fault` ("": somebody who
+        only looks); what is in force."""
+        if ingress:
+            self._ingresses[ingress] = (held, fault, now)
         return self.revisions.current
 
     def status(self, now: float) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class GroupView:
     @property
     def awaited(self) -> bool:
         """Whether it, or its successor, will take work again though it does not now."""
-        return self.returns if self.leaving else self.cordoned
+        return self.returns or self.cordoned
 
     @property
     def limits(self) -> Limits:
