@@ -22,12 +22,15 @@ from ray.exceptions import RayError
 from cluster.actors import open_coordinator
 from cluster.bundles import group_bundles
 from cluster.coordination.cards import PROTOCOL
+from cluster.coordination.control import Revise
 from cluster.group import GroupOwner
 from cluster.ingress import Ingress
+from cluster.legacy import edition_of
 from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
 from deploy.catalog import fingerprint, resolve
 from deploy.cluster import Note, connect_ray, recall, start_ray
 from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback
+from deploy.continuity import continued
 from deploy.description import described
 from deploy.files import file_faults
 from deploy.house import tidegate_version
@@ -67,8 +70,12 @@ def build(args: ClusterConfig) -> serve.Application:
             "api_keys_file, or http_options.host: 127.0.0.1"
         )
     folders = folders_of(args, log.info)
-    plan = make_plan(admitted(args, folders, log.info, run=None), *folders)
-    open_coordinator(plan.coordinator, replace=True)
+    config = admitted(args, folders, log.info, run=None)
+    plan = make_plan(config, *folders)
+    if identity := continued(plan.coordinator, config):
+        plan = make_plan(config, *folders, identity=identity)
+    coordinator = open_coordinator(plan.coordinator, replace=True)
+    ray.get(coordinator.carry_out.remote(Revise(edition_of(plan.coordinator))), timeout=_ANSWER_S)
     return plan.application
 
 
@@ -171,7 +178,7 @@ def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None
         )
         memory = _rank_memory(section, folder) if device == "cpu" else 0
         bundles = group_bundles(
-            section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
+            section.tensor_parallel_size, device=device, cores=cores, all_ranks=_most_ranks(config), memory=memory
         )
         demand = Demand(tuple(bundles), section.groups, section.names[0])
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
@@ -249,6 +256,12 @@ def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
         health_check_timeout_s=30.0,
         max_constructor_retry_count=2,
     )
+
+
+def _most_ranks(config: ClusterConfig) -> int:
+    """Ranks that may stand at one time: where successors come first, a group of each model more."""
+    beside = sum(section.tensor_parallel_size for section in config.sections) if config.update == "surge" else 0
+    return config.ranks + beside
 
 
 def _ingresses(config: ClusterConfig) -> Any:

@@ -114,9 +114,7 @@ class Panel:
             if word == "drained" or (restart and row and row["epoch"] > epoch and row["settings"]):
                 return "built anew" if restart else word
             if time.monotonic() > deadline:
-                raise Refused(
-                    f"{group} is still {word or 'not back'} after {within_s:.0f} s; `tidegate status` goes on"
-                )
+                raise Refused(f"{group} is still {word or 'not back'} after {within_s:.0f} s; see `tidegate status`")
             pause.wait(LOOK_S)
 
     def _roll(self, config: ClusterConfig, revision: Revision, say: Progress, undo: bool) -> Revision:

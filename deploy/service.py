@@ -120,9 +120,7 @@ class Service:
         deadline, pause = time.monotonic() + plan.drain_s + HEALTH_S, threading.Event()
         while not self._is_running():
             if time.monotonic() > deadline:
-                raise ServiceError(
-                    "Serve has not replaced every replica in time; `serve status` says what it waits for"
-                )
+                raise ServiceError("Serve has not replaced every replica in time; `serve status` says more")
             pause.wait(_LOOK_S)
 
     def close(self) -> None:
