@@ -71,9 +71,9 @@ def build(args: ClusterConfig) -> serve.Application:
         )
     folders = folders_of(args, log.info)
     config = admitted(args, folders, log.info, run=None)
-    plan = make_plan(config, *folders)
-    if identity := continued(plan.coordinator, config):
-        plan = make_plan(config, *folders, identity=identity)
+    plan = make_plan(config, *folders, asked=args)
+    if identity := continued(plan.coordinator, args):
+        plan = make_plan(config, *folders, identity=identity, asked=args)
     coordinator = open_coordinator(plan.coordinator, replace=True)
     ray.get(coordinator.carry_out.remote(Revise(edition_of(plan.coordinator))), timeout=_ANSWER_S)
     return plan.application
@@ -95,13 +95,13 @@ def run(
     """
     check(config, folders)
     _compile_ahead(config)
-    config = admitted(config, folders, on_progress)
+    asked, config = config, admitted(config, folders, on_progress)
     on_progress("starting Ray")
     haproxy = config.proxy == "auto"
     link = connect_ray(address) if address else start_ray(run_dir() / "token", haproxy=haproxy)
     service = Service(link, config.service_name, run_dir())
     try:
-        service.start(make_plan(config, *folders), on_progress)
+        service.start(make_plan(config, *folders, asked=asked), on_progress)
     except (ServiceError, RayError) as error:
         logs = service.abandon(keep_logs=True)
         raise ServiceError(f"{error}\nRay's logs are kept in {logs}" if logs else str(error)) from error
@@ -157,9 +157,12 @@ def noted(service: str | None, url: str | None) -> Note:
     return note
 
 
-def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None) -> Plan:
+def make_plan(
+    config: ClusterConfig, *folders: Path, identity: str | None = None, asked: ClusterConfig | None = None
+) -> Plan:
     """What to start for `config`, whose models lie in `folders`; `identity` is that of the deployment that it updates
-    (None: it is a new one). Needs a connection to Ray: what `device: auto` means depends on its nodes."""
+    (None: it is a new one), `asked` what the operator wrote, where `config` is what came of it. Needs a connection to
+    Ray: what `device: auto` means depends on its nodes."""
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
@@ -168,7 +171,7 @@ def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None
     facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
     identity = identity or hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     front = ingress_settings(config, folders, revisions, environment)
-    coordinator = coordinator_settings(config, identity, front, tidegate_version())
+    coordinator = coordinator_settings(asked or config, identity, front, tidegate_version())
     owners, demands = [], []
     for name, section, folder, revision in zip(
         deployment_names(config.sections), config.sections, folders, revisions, strict=True
@@ -178,7 +181,7 @@ def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None
         )
         memory = _rank_memory(section, folder) if device == "cpu" else 0
         bundles = group_bundles(
-            section.tensor_parallel_size, device=device, cores=cores, all_ranks=_most_ranks(config), memory=memory
+            section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.most_ranks, memory=memory
         )
         demand = Demand(tuple(bundles), section.groups, section.names[0])
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
@@ -190,6 +193,7 @@ def make_plan(config: ClusterConfig, *folders: Path, identity: str | None = None
         port=config.port,
         demands=tuple(demands),
         drain_s=config.drain_s + SETTLING_S,
+        surges=config.update == "surge",
     )
 
 
@@ -256,12 +260,6 @@ def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
         health_check_timeout_s=30.0,
         max_constructor_retry_count=2,
     )
-
-
-def _most_ranks(config: ClusterConfig) -> int:
-    """Ranks that may stand at one time: where successors come first, a group of each model more."""
-    beside = sum(section.tensor_parallel_size for section in config.sections) if config.update == "surge" else 0
-    return config.ranks + beside
 
 
 def _ingresses(config: ClusterConfig) -> Any:

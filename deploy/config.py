@@ -164,6 +164,12 @@ class ClusterConfig(ModelSection):
         """Ranks of all groups of all models together."""
         return sum(section.model_ranks for section in self.sections)
 
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that may stand at one time: where a successor comes first, one group of each model more."""
+        beside = sum(section.tensor_parallel_size for section in self.sections) if self.update == "surge" else 0
+        return self.ranks + beside
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:

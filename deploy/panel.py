@@ -119,9 +119,8 @@ class Panel:
 
     def _roll(self, config: ClusterConfig, revision: Revision, say: Progress, undo: bool) -> Revision:
         folders = folders_of(config, say)
-        config = admitted(config, folders, say)
         identity = self._ask("identity").config
-        plan = make_plan(config, *folders, identity=identity)
+        plan = make_plan(admitted(config, folders, say), *folders, identity=identity, asked=config)
         Service(self._link, self.name, run_dir()).update(plan, say, base=revision.number, undo=undo)
         return self.revision()
 
@@ -168,7 +167,8 @@ def _check_reach(changes: tuple[Change, ...], rolling: bool) -> None:
 
 
 def _missing(status: dict[str, Any], number: int) -> list[str]:
-    groups = [f"group {row['group']}" for row in status["groups"] if row["settings"] != number]
+    staying = [row for row in status["groups"] if row["state"] != "leaving"]
+    groups = [f"group {row['group']}" for row in staying if row["settings"] != number]
     late = [row for row in status["ingress_settings"] if row["revision"] != number or row["fault"]]
     return groups + [f"ingress {row['ingress']}" + (f": {row['fault']}" if row["fault"] else "") for row in late]
 

@@ -49,7 +49,8 @@ class ServiceError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to start: the application, whose groups are `demands`, behind host:port, and its coordinator; one that runs
-    already with other settings is replaced. Stopping takes up to `drain_s`."""
+    already with other settings is replaced. Stopping takes up to `drain_s`. `surges`: where groups are replaced,
+    successors come first."""
 
     application: serve.Application
     coordinator: CoordinatorSettings
@@ -57,6 +58,7 @@ class Plan:
     port: int
     demands: tuple[Demand, ...]
     drain_s: float
+    surges: bool = False
 
     @property
     def groups(self) -> int:
@@ -164,7 +166,8 @@ class Service:
             return
         groups = [one for name, one in application.deployments.items() if name.startswith(GROUPS)]
         running = sum(sum(one.replica_states.values()) for one in groups)
-        if (len(plan.demands) > len(groups) or plan.groups > running) and lack(plan.demands, _nodes(free=True)):
+        needs_room = len(plan.demands) > len(groups) or plan.groups > running or plan.surges
+        if needs_room and lack(plan.demands, _nodes(free=True)):
             say("ending the groups of before")
             self._delete_application()
 

@@ -14,9 +14,10 @@ import ray
 
 from cluster.coordination.control import Cordon, Empty
 from cluster.registry import find_coordinator
-from deploy import app, panel
+from deploy import app
 from deploy.config import ClusterConfig, ConfigError
 from deploy.panel import Panel, Refused
+from deploy.settings import digest_of
 from tests.ray.stage import PATIENCE_S, Stage, eventually, rank_processes
 
 HEARTBEAT_S = 0.5
@@ -171,6 +172,6 @@ def test_groups_are_replaced_under_load_without_a_failed_request(
         assert (find_coordinator("tidegate")._actor_id == coordinator) is not code, "other code, another coordinator"
         version = httpx.get(f"{stage.url}/version").json()["version"]
         assert (version == "another") is code
-        assert hand.revision().edition.source == panel.source_of(changed)
+        assert hand.revision().edition.digest == digest_of(changed)
     finally:
         stage.shown = None  # whoever comes next brings up what they need
