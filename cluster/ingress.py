@@ -119,7 +119,7 @@ class Ingress:
     async def _adopt(self, live: LiveSettings) -> None:
         """All of these settings or, where a file of theirs cannot be used, none; `_fault` says why then."""
         set_log_level(live.log_level)
-        settings = live.ingress
+        settings, self._fault = live.ingress, ""
         if settings is None or settings == self._settings:
             return
         unkeyed = _defaults(settings)
@@ -132,7 +132,6 @@ class Ingress:
             return
         self._settings, self._unkeyed, self._keys, self._namespaces = settings, unkeyed, keys, namespaces
         self._requests.endure(Endurance(timeout_s=settings.timeout_s))
-        self._fault = ""
 
     async def _follow_keys(self) -> None:
         """Take in the file of keys whenever it changes."""

@@ -170,6 +170,8 @@ def _missing(status: dict[str, Any], number: int) -> list[str]:
     staying = [row for row in status["groups"] if row["state"] != "leaving"]
     groups = [f"group {row['group']}" for row in staying if row["settings"] != number]
     late = [row for row in status["ingress_settings"] if row["revision"] != number or row["fault"]]
+    if not status["ingress_settings"]:
+        return ["the ingresses, which the coordinator has not heard yet"]
     return groups + [f"ingress {row['ingress']}" + (f": {row['fault']}" if row["fault"] else "") for row in late]
 
 

@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 import ray
+import yaml
 
-from cluster.coordination.control import Cordon, Empty
+from cluster.coordination.control import Cordon, Empty, Revise
 from cluster.registry import find_coordinator
+from cluster.tenants import hash_of
 from deploy import app
 from deploy.config import ClusterConfig, ConfigError
 from deploy.panel import Panel, Refused
-from deploy.settings import digest_of
+from deploy.settings import digest_of, source_of
 from tests.ray.stage import PATIENCE_S, Stage, eventually, rank_processes
 
+ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT_S = 0.5
 PROMPT = [2000 + 7 * n for n in range(160)]
 """Ten blocks."""
 
 
 @pytest.fixture
-def hand(tiny: Stage, monkeypatch: pytest.MonkeyPatch) -> Panel:
-    """The panel of the service on the stage."""
-    return Panel(tiny.link, "tidegate")
+def hand(tiny: Stage) -> Iterator[Panel]:
+    """The panel of the service on the stage, which is left as it was found."""
+    hand = Panel(tiny.link, "tidegate")
+    before = hand.revision().edition
+    yield hand
+    number = hand.carry_out(Revise(before)).number
+    for group in tiny.groups():
+        hand.carry_out(Cordon(group["group"], on=False))
+    hand.await_arrival(number, 10)
 
 
 def cached(stage: Stage) -> int:
     return int(stage.complete(PROMPT, max_tokens=2)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def groups_up(stage: Stage) -> int:
-    """0 while the coordinator does not answer."""
+def epochs(stage: Stage) -> dict[str, int]:
+    """Of each group; none while the coordinator does not answer."""
     try:
-        return sum(group["state"] == "up" for group in stage.groups())
+        return {group["group"]: group["epoch"] for group in stage.groups()}
     except ray.exceptions.RayError:
-        return 0
+        return {}
 
 
 def silent(text: str) -> None:
@@ -63,8 +77,9 @@ def test_live_settings_arrive_within_a_heartbeat_outlive_the_coordinator_and_go_
     assert tiny.total("idle") == 0 and cached(tiny) == cached(tiny) == 0
     assert hand.apply(changed, silent) == revision, "nothing changes"
 
+    before = epochs(tiny)
     ray.kill(find_coordinator("tidegate"), no_restart=False)
-    eventually(lambda: groups_up(tiny) == 2, 20)
+    eventually(lambda: (now := epochs(tiny)).keys() == before.keys() and all(now[one] > before[one] for one in now), 20)
     assert hand.revision() == revision
     assert hand.await_arrival(revision.number, 10) == []
 
@@ -73,6 +88,52 @@ def test_live_settings_arrive_within_a_heartbeat_outlive_the_coordinator_and_go_
     for _ in range(4):
         cached(tiny)
     assert cached(tiny) > 0 and rank_processes() == ranks
+
+
+def test_keys_are_asked_for_from_the_next_heartbeat_on_and_a_file_that_is_missing_there_changes_nothing(
+    tiny: Stage, hand: Panel, tiny_config: ClusterConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump({"tenants": [{"name": "a", "keys": [hash_of("key-a")]}]}))
+    revision = hand.apply(tiny_config.model_copy(update={"api_keys_file": str(file)}), silent)
+    assert hand.await_arrival(revision.number, 10) == []
+    models = f"{tiny.url}/v1/models"
+    assert httpx.get(models).status_code == 401
+    assert httpx.get(models, headers={"authorization": "Bearer key-a"}).status_code == 200
+
+    live = revision.edition.live
+    assert live.ingress is not None
+    lost = replace(live, ingress=replace(live.ingress, keys_file=str(tmp_path / "gone.yaml")))
+    number = hand.carry_out(Revise(replace(revision.edition, live=lost))).number
+    eventually(lambda: "gone.yaml: cannot be read" in str(hand.await_arrival(number, 0.5)), 10)
+    assert httpx.get(models).status_code == 401
+    for _ in range(2):
+        number = hand.rollback(silent).number
+        assert hand.await_arrival(number, 10) == []
+    assert httpx.get(models).status_code == 200
+
+
+@pytest.mark.slow
+def test_the_command_closes_a_group_and_changes_a_setting_from_another_process(
+    tiny: Stage, hand: Panel, tiny_config: ClusterConfig, tmp_path: Path
+) -> None:
+    def tidegate(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "deploy", *words, "--address", tiny.link.address]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    name = tiny.groups()[0]["group"]
+    closed = tidegate("group", "drain", name, "--within", "5")
+    assert closed.returncode == 0 and "is drained" in closed.stdout, closed.stderr
+    assert tiny.groups()[0]["state"] == "cordoned"
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(json.loads(source_of(tiny_config)) | {"log_level": "warning"}))
+    applied = tidegate("config", "apply", str(file), "--json")
+    assert applied.returncode == 0, applied.stderr
+    said = json.loads(applied.stdout)
+    assert [change["key"] for change in said["changes"]] == ["log_level"] and said["missing"] == []
+    assert said["revision"] == hand.revision().number
+    refused = tidegate("group", "uncordon", "nobody")
+    assert refused.returncode == 1 and f"groups: {', '.join(sorted(epochs(tiny)))}" in refused.stderr
 
 
 def test_what_is_not_live_is_refused_with_its_keys(hand: Panel, tiny_config: ClusterConfig) -> None:
