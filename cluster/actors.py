@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import secrets
 import threading
 import time
@@ -21,30 +22,30 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from cluster.bells import Bells
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
+from cluster.coordination.cards import OLDEST_PROTOCOL, PROTOCOL, GroupCard, GroupState, Identity, Reply, SessionCopy
+from cluster.coordination.control import Command
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.coordination.revisions import Edition, Revision
+from cluster.legacy import recall, remember
 from cluster.metrics import CoordinatorExporter
 from cluster.notices import Notice, NoticeBoard
+from cluster.registry import NAMESPACE, CoordinatorMissing, coordinator_name
 from cluster.settings import CoordinatorSettings
+from workers.loglevel import set_log_level
 from workers.plan import GroupReport
 
-NAMESPACE = "tidegate"
-"""Ray's namespace of all our named actors."""
 TICK_S = 0.25
 """How often the coordinator looks at its deadlines by itself."""
 POLL_S = 5.0
 """The longest that a poll for the line's news waits; less where the line forgets ingresses sooner."""
 EXPORT_S = 1.0
 """Between two exports of metrics, or twenty times as long as one takes."""
+_SETTINGS = "settings"
 _START_S = 60.0
 _TRIES = 50
 
 _log = logging.getLogger(__name__)
-
-
-class CoordinatorMissing(RuntimeError):
-    """There is no coordinator of that service."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"place": 256, "report": 256, "watch": 1024})
@@ -53,10 +54,18 @@ class CoordinatorActor:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
+        revisions, cordoned = recall(settings)
         # Milliseconds: more than the epochs that a life can have given away by then, so that none comes twice.
-        self._coordinator = Coordinator(settings.terms, first_epoch=int(time.time() * 1000), seed=secrets.randbits(32))
+        self._coordinator = Coordinator(
+            settings.terms,
+            first_epoch=int(time.time() * 1000),
+            seed=secrets.randbits(32),
+            revisions=revisions,
+            cordoned=cordoned,
+        )
+        set_log_level(revisions.current.edition.live.log_level)
         self._lock = threading.Lock()
-        self._bells = Bells()
+        self._bells, self._changes = Bells(), Bells()
         self._board = NoticeBoard()
         self._news = asyncio.Event()
         self._heard: deque[GroupReport] = deque(maxlen=10_000)
@@ -69,9 +78,24 @@ class CoordinatorActor:
     # -- for ingresses -------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="report")
-    async def identity(self) -> tuple[int, str]:
-        """(protocol, config): what a caller compares before it trusts this actor."""
-        return PROTOCOL, self._settings.config
+    async def identity(self) -> Identity:
+        """What a caller looks at before it trusts this actor."""
+        return Identity(PROTOCOL, self._settings.config, OLDEST_PROTOCOL, self._settings.version)
+
+    @ray.method(concurrency_group="watch")
+    async def revision(self, ingress: str, held: int, fault: str = "") -> Revision:
+        """The settings in force; while that is revision `held`, waits a few seconds. `ingress` goes by that one, or
+        would if it were not for `fault`."""
+        until = time.monotonic() + self._poll_s
+        with self._changes.listen(_SETTINGS) as bell:
+            while True:
+                bell.clear()
+                with self._coordinating() as (coordinator, now):
+                    revision = coordinator.revision(ingress, held, fault, now)
+                if revision.number != held or now >= until:
+                    return revision
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(bell.wait(), until - now)
 
     @ray.method(concurrency_group="report")
     async def secret(self) -> bytes:
@@ -139,10 +163,10 @@ class CoordinatorActor:
             return coordinator.join(card, now)
 
     @ray.method(concurrency_group="report")
-    async def leave(self, group: str, epoch: int) -> None:
-        """A group takes nothing new any more."""
+    async def leave(self, group: str, epoch: int, replaced: bool = False) -> None:
+        """A group takes nothing new any more; `replaced`: another one may be on its way."""
         with self._coordinating() as (coordinator, now):
-            coordinator.leave(group, epoch, now)
+            coordinator.leave(group, epoch, now, replaced=replaced)
 
     @ray.method(concurrency_group="watch")
     async def notice(self, group: str, text: str, failed: bool = False) -> None:
@@ -150,6 +174,27 @@ class CoordinatorActor:
         self._now()
         self._board.post(group, text, failed)
         self._news.set()
+
+    # -- for operators -------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="place")
+    async def carry_out(self, command: Command) -> Revision:
+        """Do it, and remember it beyond this process; the settings that are in force then. RevisionError,
+        UnknownGroup."""
+        with self._coordinating() as (coordinator, now):
+            revision = coordinator.carry_out(command, now)
+            content = pickle.dumps((self._settings.config, *coordinator.memory))
+        await asyncio.to_thread(remember, self._settings.service, content)
+        set_log_level(revision.edition.live.log_level)
+        self._changes.ring((_SETTINGS,))
+        return revision
+
+    @ray.method(concurrency_group="report")
+    async def earlier(self) -> Edition | None:
+        """The edition before the one in force, if there is one to return to."""
+        with self._coordinating() as (coordinator, _):
+            past = coordinator.memory[0].past
+        return past[-1] if past else None
 
     # -- for whoever looks ---------------------------------------------------------------------------------------------
 
@@ -176,6 +221,11 @@ class CoordinatorActor:
             except TimeoutError:
                 break
         return found
+
+    @ray.method(concurrency_group="report")
+    async def latest_notice(self) -> int:
+        """The number of the last notice."""
+        return self._board.last
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -215,17 +265,12 @@ class CoordinatorActor:
         exporter.export(status, now)
 
 
-def coordinator_name(service: str) -> str:
-    """The actor's name in NAMESPACE."""
-    return f"tidegate-coordinator-{service}"
-
-
 def open_coordinator(settings: CoordinatorSettings, *, replace: bool = False) -> ActorHandle:
     """The coordinator of `settings.service` with this protocol and config: the one there is, else a new one.
 
-    `replace`: end one that does not match. That is for whoever deploys: a replica must not, since one of an older
-    deployment would end the coordinator of the newer. Blocks; from a coroutine call it in a thread. Raises
-    CoordinatorMissing.
+    `replace`: end one that does not match, or that is of another version of the code. That is for whoever deploys: a
+    replica must not, since one of an older deployment would end the coordinator of the newer. Blocks; from a coroutine
+    call it in a thread. Raises CoordinatorMissing.
     """
     actor: Any = CoordinatorActor
     options = actor.options(
@@ -239,7 +284,8 @@ def open_coordinator(settings: CoordinatorSettings, *, replace: bool = False) ->
     for _ in range(_TRIES):
         handle = options.remote(settings)
         try:
-            if tuple(ray.get(handle.identity.remote(), timeout=_START_S)) == (PROTOCOL, settings.config):
+            found: Identity = ray.get(handle.identity.remote(), timeout=_START_S)
+            if found.serves(settings.config) and (not replace or found.version == settings.version):
                 return handle
             if not replace:
                 raise CoordinatorMissing(f"the coordinator of {settings.service} belongs to another deployment")
@@ -247,27 +293,3 @@ def open_coordinator(settings: CoordinatorSettings, *, replace: bool = False) ->
         except RayActorError:
             pause.wait(0.1)  # it was dying: its name is free in a moment
     raise CoordinatorMissing(f"the coordinator of {settings.service} cannot be started")
-
-
-def find_coordinator(service: str) -> ActorHandle:
-    """The coordinator of `service`, whatever its config. Blocks for a call to Ray. Raises CoordinatorMissing."""
-    try:
-        return ray.get_actor(coordinator_name(service), NAMESPACE)
-    except ValueError:
-        raise CoordinatorMissing(f"no service called {service} runs on this Ray cluster") from None
-
-
-def coordinator_services() -> list[str]:
-    """The services that have a coordinator on this Ray cluster."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-    prefix = coordinator_name("")
-    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def end_coordinator(service: str) -> None:
-    """End the coordinator of `service`, if there is one."""
-    try:
-        ray.kill(find_coordinator(service))
-    except CoordinatorMissing:
-        return

@@ -27,6 +27,8 @@ from cluster.incarnation import CannotStart, Incarnation, NoProgress, reason
 from cluster.links import CoordinatorLink
 from cluster.loopback import keep_on_loopback
 from cluster.settings import CoordinatorSettings
+from workers.loglevel import set_log_level
+from workers.orders import Orders
 from workers.plan import GroupDead, GroupReport
 from workers.settings import GroupSettings
 
@@ -70,6 +72,7 @@ class GroupOwner:
         self._joining = asyncio.Lock()
         self._fresh = asyncio.Event()
         self._broken: str | None = None
+        self._log_level = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._incarnation: Incarnation | None = None
         self._coordinator = await CoordinatorLink.open(coordinator)
@@ -92,7 +95,7 @@ class GroupOwner:
         self._closing.set()
         if self._incarnation is None:
             return
-        await self._try(self._coordinator.leave(self._name, self._epoch))
+        await self._try(self._coordinator.leave(self._name, self._epoch, replaced=True))
         await self._drain(self._incarnation)
         for task in self._tasks:
             task.cancel()
@@ -191,10 +194,11 @@ class GroupOwner:
                 reported, reply, full = incarnation, Reply(True, 0), True
             rest = BEAT_S
             try:
-                report = await incarnation.report(reply.limits, reply.void, full)
+                report = await incarnation.report(reply.limits, reply.void, full, reply.orders)
                 full = True  # until the coordinator has taken this one
                 reply = await self._report(report)
                 full, rest = not reply.known, reply.beat_s
+                self._carry_out(reply.orders, incarnation)
                 if not reply.known:
                     await self._join_again(incarnation, reply)
             except NoProgress as error:
@@ -203,6 +207,17 @@ class GroupOwner:
                 log.debug("no report of group %s: %s", self._name, error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._fresh.wait(), rest)
+
+    def _carry_out(self, orders: Orders | None, incarnation: Incarnation) -> None:
+        """What concerns the owner; the rest goes to the engine with the next report."""
+        if orders is None:
+            return
+        if orders.terms.log_level != self._log_level:
+            self._log_level = orders.terms.log_level
+            set_log_level(self._log_level)
+            incarnation.log_level(self._log_level)
+        if orders.rebuild and not self._closing.is_set():
+            incarnation.give_up("an operator wants it built anew")
 
     async def _report(self, report: GroupReport) -> Reply:
         return await asyncio.wait_for(self._coordinator.report(report), CALL_S)

@@ -16,10 +16,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors import NAMESPACE
 from cluster.bundles import Resources
 from cluster.coordination.cards import GroupCard, RankCard
+from cluster.registry import NAMESPACE
 from workers.actors import RankActor
+from workers.orders import Orders
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import RankFacts
 from workers.settings import GroupSettings
@@ -138,13 +139,21 @@ class Incarnation:
         """The coordinator has given this incarnation `epoch`: it takes subscribers from now on."""
         await self._ranks[0].enter.remote(epoch)
 
-    async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
+    async def report(
+        self, limits: Limits | None, void: Sequence[str], full: bool, orders: Orders | None = None
+    ) -> GroupReport:
         """Pass on the coordinator's last reply and fetch the news. Rank 0 answers between two steps: NoProgress when
         one takes too long."""
         try:
-            return await asyncio.wait_for(self._ranks[0].report.remote(limits, tuple(void), full), self._step_s)
+            report = self._ranks[0].report.remote(limits, tuple(void), full, orders)
+            return await asyncio.wait_for(report, self._step_s)
         except TimeoutError:
             raise NoProgress(f"no step ended within {self._step_s:.0f} s") from None
+
+    def log_level(self, level: str) -> None:
+        """How much the ranks say from now on; one that cannot be told is dying."""
+        for rank in self._ranks:
+            rank.log_level.remote(level)
 
     async def drain(self) -> bool:
         """Refuse new requests; whether none is left."""

@@ -20,7 +20,7 @@ from ray import serve
 
 from cluster.documents import DocumentError
 from cluster.generation import ModelCard
-from cluster.keys import KeyFile, read_secrets
+from cluster.keys import CHECK_S, KeyFile, read_secrets
 from cluster.links import CoordinatorLink, EngineLink
 from cluster.loopback import keep_on_loopback
 from cluster.metrics import IngressMeter
@@ -30,15 +30,19 @@ from cluster.protocol.routes import build_app
 from cluster.protocol.served import ServedModel
 from cluster.requests.dispatch import Requests
 from cluster.requests.work import Endurance
-from cluster.settings import CoordinatorSettings, IngressSettings, ModelSettings
+from cluster.settings import CoordinatorSettings, IngressSettings, LiveSettings, ModelSettings
 from cluster.tenants import Tenant
 from cluster.text.prefixes import Prefixes
 from cluster.text.public import read_public
 from cluster.text.tokenizer import Tokenizer
+from workers.loglevel import set_log_level
 from workers.models.identity import ModelIdentity
 
 CAPACITY_S = 2.0
 """How often the size of the pools is looked up."""
+
+SETTINGS_REST_S = 0.5
+"""Before the settings are asked for again, where the coordinator did not answer."""
 
 log = logging.getLogger("ray.serve")
 
@@ -54,39 +58,32 @@ class Ingress:
         self._settings = settings
         self._version = version
         self._groups = groups
+        self._fault = ""
         self._tokenizers = await asyncio.to_thread(_read_tokenizers, settings.models)
         self._cards = {model.names[0]: _card(model) for model in settings.models}
         self._unkeyed = _defaults(settings)
         self._keys = await asyncio.to_thread(_open_keys, settings, self._unkeyed)
-        public = await asyncio.to_thread(_read_public, settings, self._tokenizers)
         name = f"{settings.service}-ingress-{uuid.uuid4().hex[:12]}"
         self._coordinator = await CoordinatorLink.open(coordinator, name)
-        namespaces = Namespaces(
-            await self._secrets(),
-            {model.names[0]: model.revision for model in settings.models},
-            cache_scope=settings.cache_scope,
-            tenants=lambda: len(self._keys.ring.tenants) if self._keys else 1,
-            public=public,
-        )
+        self._namespaces = await self._make_namespaces(settings)
         self._requests = Requests(
             self._coordinator,
             lambda address: EngineLink(address, name),
             models=tuple(self._cards),
-            cache=namespaces.keys,
-            sessions=namespaces.of_session,
+            cache=lambda generation: self._namespaces.keys(generation),
+            sessions=lambda tenant, session: self._namespaces.of_session(tenant, session),
             clock=time.monotonic,
             endurance=Endurance(timeout_s=settings.timeout_s),
             meter=IngressMeter(settings.service),
         )
-        self._watches = [asyncio.create_task(self._follow_capacity())]
-        if self._keys:
-            self._watches.append(asyncio.create_task(self._keys.watch()))
+        follows = (self._follow_capacity(), self._follow_settings(), self._follow_keys())
+        self._watches = [asyncio.create_task(follow) for follow in follows]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(
             self._requests,
             [ServedModel(tokenizer, partial(self.card, name)) for name, tokenizer in self._tokenizers.items()],
-            callers=Callers(lambda: self._keys.ring if self._keys else None, time.time, self._unkeyed),
+            callers=Callers(lambda: self._keys.ring if self._keys else None, time.time, lambda: self._unkeyed),
             version=self._version,
             body_limit=self._settings.body_limit,
             comment_s=self._settings.comment_s,
@@ -107,8 +104,54 @@ class Ingress:
                 watch.cancel()
             await self._requests.aclose()
 
-    async def _secrets(self) -> tuple[bytes, ...]:
-        files = self._settings.secret_files
+    async def _follow_settings(self) -> None:
+        """Go by the settings in force, and say so."""
+        held = 0
+        while True:
+            try:
+                revision = await self._coordinator.revision(held, self._fault)
+                if revision.number != held:
+                    await self._adopt(revision.edition.live)
+                    held = revision.number
+            except Exception as error:  # whatever it is: to go on listening matters more
+                log.warning("the settings in force cannot be asked for: %r", error)
+                await asyncio.sleep(SETTINGS_REST_S)
+
+    async def _adopt(self, live: LiveSettings) -> None:
+        """All of these settings or, where a file of theirs cannot be used, none; `_fault` says why then."""
+        set_log_level(live.log_level)
+        settings, self._fault = live.ingress, ""
+        if settings is None or settings == self._settings:
+            return
+        unkeyed = _defaults(settings)
+        try:
+            keys = await asyncio.to_thread(_open_keys, settings, unkeyed)
+            namespaces = await self._make_namespaces(settings)
+        except (DocumentError, OSError, ValueError) as error:
+            self._fault = str(error)
+            log.error("the settings stay as they are: %s", error)
+            return
+        self._settings, self._unkeyed, self._keys, self._namespaces = settings, unkeyed, keys, namespaces
+        self._requests.endure(Endurance(timeout_s=settings.timeout_s))
+
+    async def _follow_keys(self) -> None:
+        """Take in the file of keys whenever it changes."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self._keys:
+                await self._keys.look()
+
+    async def _make_namespaces(self, settings: IngressSettings) -> Namespaces:
+        public = await asyncio.to_thread(_read_public, settings, self._tokenizers)
+        return Namespaces(
+            await self._secrets(settings.secret_files),
+            {model.names[0]: model.revision for model in settings.models},
+            cache_scope=settings.cache_scope,
+            tenants=lambda: len(self._keys.ring.tenants) if self._keys else 1,
+            public=public,
+        )
+
+    async def _secrets(self, files: tuple[str, ...]) -> tuple[bytes, ...]:
         if files:
             return await asyncio.to_thread(read_secrets, files)
         return (await self._coordinator.secret(),)

@@ -55,14 +55,12 @@ class KeyFile:
         else:
             log.info("the API keys were read anew from %s: %d tenants", self._path, len(self.ring.tenants))
 
-    async def watch(self) -> None:
-        """Refresh for ever."""
-        while True:
-            await asyncio.sleep(CHECK_S)
-            try:
-                await asyncio.to_thread(self.refresh)
-            except Exception as error:  # whatever it is: to watch on matters more
-                log.error("the API keys stay as they are: %s", type(error).__name__)
+    async def look(self) -> None:
+        """Refresh, off the event loop; whatever goes wrong, the keys stay."""
+        try:
+            await asyncio.to_thread(self.refresh)
+        except Exception as error:  # whatever it is: to watch on matters more
+            log.error("the API keys stay as they are: %s", type(error).__name__)
 
     def _read(self, content: bytes) -> KeyRing:
         try:

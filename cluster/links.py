@@ -18,10 +18,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
 
-from cluster.actors import NAMESPACE, CoordinatorMissing, find_coordinator, open_coordinator
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
+from cluster.actors import open_coordinator
+from cluster.coordination.cards import GroupCard, GroupState, Identity, Reply, SessionCopy
 from cluster.coordination.grants import Ask, Grant, LineNews, Outcome, Refusal, Ticket
+from cluster.coordination.revisions import Revision
 from cluster.directline import DirectLine
+from cluster.registry import NAMESPACE, CoordinatorMissing, find_coordinator
 from cluster.settings import CoordinatorSettings
 from workers.errors import EngineRefused, Refused
 from workers.outbox import Message
@@ -92,9 +94,15 @@ class CoordinatorLink:
         answer: int = await self._call("join", card)
         return answer
 
-    async def leave(self, group: str, epoch: int) -> None:
-        """A group takes nothing new any more."""
-        await self._call("leave", group, epoch)
+    async def leave(self, group: str, epoch: int, *, replaced: bool = False) -> None:
+        """A group takes nothing new any more; `replaced`: it goes on purpose, and another may be on its way."""
+        await self._call("leave", group, epoch, replaced)
+
+    async def revision(self, held: int, fault: str) -> Revision:
+        """The settings in force; while that is revision `held`, waits a few seconds. `fault` is why others could not
+        be taken."""
+        answer: Revision = await self._call("revision", self._ingress, held, fault)
+        return answer
 
     async def report(self, report: GroupReport) -> Reply:
         """A group's news."""
@@ -116,7 +124,8 @@ class CoordinatorLink:
 
     async def _find(self) -> ActorHandle:
         actor = await asyncio.to_thread(find_coordinator, self._service)
-        if tuple(await actor.identity.remote()) != (PROTOCOL, self._config):
+        identity: Identity = await actor.identity.remote()
+        if not identity.serves(self._config):
             raise CoordinatorMissing(f"the coordinator of {self._service} belongs to another deployment")
         self._actor = actor
         return actor

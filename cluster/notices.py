@@ -24,12 +24,12 @@ class NoticeBoard:
 
     def __init__(self) -> None:
         self._notices: deque[Notice] = deque(maxlen=KEPT)
-        self._last = 0
+        self.last = 0
 
     def post(self, group: str, text: str, failed: bool) -> None:
         """Add one."""
-        self._last += 1
-        self._notices.append(Notice(self._last, group, text, failed))
+        self.last += 1
+        self._notices.append(Notice(self.last, group, text, failed))
 
     def after(self, number: int) -> tuple[Notice, ...]:
         """Those that came after notice `number`."""

@@ -6,11 +6,14 @@ here, only the names of files that hold them: Serve shows application arguments 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.coordination.terms import CoordinatorTerms
+from cluster.coordination.terms import CoordinatorTerms, LineBounds, Thresholds
+from kvstore.message import message
+from workers.orders import GroupTerms
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """One model. `folder` holds the tokenizer and its chat template. `names` are those that clients may use, the
@@ -23,17 +26,7 @@ class ModelSettings:
     max_model_len: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorSettings:
-    """`service` names it; `config` identifies the deployment: another one's coordinator is replaced, not shared. It
-    ends itself when nobody has called for `idle_s`."""
-
-    service: str
-    config: str
-    terms: CoordinatorTerms = CoordinatorTerms()
-    idle_s: float = 600.0
-
-
+@message
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
     """One HTTP ingress replica.
@@ -63,3 +56,45 @@ class IngressSettings:
     session_blocks: int | None = None
     tenant_blocks: int | None = None
     max_keep_s: float = 3600.0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class LiveSettings:
+    """What may change while a service runs: of the line and the ladder, of each model's groups (by the model's
+    canonical name), of the ingresses (None: nothing; of theirs only what `cluster.ingress` can change counts).
+    `purges` counts how often all that is cached was to be forgotten."""
+
+    line: LineBounds = LineBounds()
+    ladder: Thresholds = Thresholds()
+    groups: tuple[tuple[str, GroupTerms], ...] = ()
+    ingress: IngressSettings | None = None
+    log_level: str = "info"
+    purges: int = 0
+
+    def terms_of(self, model: str) -> GroupTerms:
+        """Those of the groups of `model`."""
+        found = dict(self.groups).get(model, GroupTerms())
+        return replace(found, purges=self.purges, log_level=self.log_level)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """`service` names it; `config` identifies the deployment: another one's coordinator is replaced, not shared; so is,
+    by whoever deploys, one of another `version` of the code. It begins with the settings `live`, made of the config
+    whose text is `source` and whose digest is `digest`, unless it has left others behind; `terms` hold what nothing
+    live says. It ends itself when nobody has called for `idle_s`."""
+
+    service: str
+    config: str
+    terms: CoordinatorTerms = CoordinatorTerms()
+    idle_s: float = 600.0
+    version: str = ""
+    live: LiveSettings | None = None
+    source: str = ""
+    digest: str = ""
+
+    @property
+    def settings(self) -> LiveSettings:
+        """The live settings to begin with."""
+        return self.live or LiveSettings(self.terms.line, self.terms.ladder)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.tenants import hash_of, make_key
-from deploy import inspection
+from deploy import inspection, operations
 from deploy.bench import command as benchmarks
 from deploy.catalog import resolve
 from deploy.config import ClusterConfig, ConfigError, load
@@ -44,6 +44,8 @@ cli.command()(measuring.quality)
 cli.command()(batching.summarize)
 keys = typer.Typer(no_args_is_help=True, help="API keys, and their hashes for api_keys_file.")
 cli.add_typer(keys, name="keys")
+cli.add_typer(operations.config_cli, name="config")
+cli.add_typer(operations.group_cli, name="group")
 
 
 @cli.command()

@@ -19,14 +19,18 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.actors import CoordinatorMissing, coordinator_services, find_coordinator, open_coordinator
+from cluster.actors import open_coordinator
 from cluster.bundles import group_bundles
 from cluster.coordination.cards import PROTOCOL
+from cluster.coordination.control import Revise
 from cluster.group import GroupOwner
 from cluster.ingress import Ingress
+from cluster.legacy import edition_of
+from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
 from deploy.catalog import fingerprint, resolve
 from deploy.cluster import Note, connect_ray, recall, start_ray
 from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback
+from deploy.continuity import continued
 from deploy.description import described
 from deploy.files import file_faults
 from deploy.house import tidegate_version
@@ -66,8 +70,12 @@ def build(args: ClusterConfig) -> serve.Application:
             "api_keys_file, or http_options.host: 127.0.0.1"
         )
     folders = folders_of(args, log.info)
-    plan = make_plan(admitted(args, folders, log.info, run=None), *folders)
-    open_coordinator(plan.coordinator, replace=True)
+    config = admitted(args, folders, log.info, run=None)
+    plan = make_plan(config, *folders, asked=args)
+    if identity := continued(plan.coordinator, args):
+        plan = make_plan(config, *folders, identity=identity, asked=args)
+    coordinator = open_coordinator(plan.coordinator, replace=True)
+    ray.get(coordinator.carry_out.remote(Revise(edition_of(plan.coordinator))), timeout=_ANSWER_S)
     return plan.application
 
 
@@ -87,13 +95,13 @@ def run(
     """
     check(config, folders)
     _compile_ahead(config)
-    config = admitted(config, folders, on_progress)
+    asked, config = config, admitted(config, folders, on_progress)
     on_progress("starting Ray")
     haproxy = config.proxy == "auto"
     link = connect_ray(address) if address else start_ray(run_dir() / "token", haproxy=haproxy)
     service = Service(link, config.service_name, run_dir())
     try:
-        service.start(make_plan(config, *folders), on_progress)
+        service.start(make_plan(config, *folders, asked=asked), on_progress)
     except (ServiceError, RayError) as error:
         logs = service.abandon(keep_logs=True)
         raise ServiceError(f"{error}\nRay's logs are kept in {logs}" if logs else str(error)) from error
@@ -119,7 +127,7 @@ def watching(address: str | None = None, *, service: str | None = None, url: str
     if address:
         link = connect_ray(address)
     else:
-        note = _noted(service, url)
+        note = noted(service, url)
         link, url = connect_ray(note.link.address, note.link.token), note.url
         service = note.service
 
@@ -139,7 +147,7 @@ def watching(address: str | None = None, *, service: str | None = None, url: str
         ray.shutdown()
 
 
-def _noted(service: str | None, url: str | None) -> Note:
+def noted(service: str | None, url: str | None) -> Note:
     note = recall(run_dir(), service, url)
     if note is None:
         at = f" at {url}" if url else ""
@@ -149,16 +157,21 @@ def _noted(service: str | None, url: str | None) -> Note:
     return note
 
 
-def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
-    """What to start for `config`, whose models lie in `folders`. Needs a connection to Ray: what `device: auto` means
-    depends on its nodes."""
+def make_plan(
+    config: ClusterConfig, *folders: Path, identity: str | None = None, asked: ClusterConfig | None = None
+) -> Plan:
+    """What to start for `config`, whose models lie in `folders`; `identity` is that of the deployment that it updates
+    (None: it is a new one), `asked` what the operator wrote, where `config` is what came of it. Needs a connection to
+    Ray: what `device: auto` means depends on its nodes."""
     device = config.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     cores, environment = _cores(), Environment.read()
     revisions = [fingerprint(folder) for folder in folders]
     facts = (PROTOCOL, tidegate_version(), revisions, config.model_dump_json())
-    coordinator = coordinator_settings(config, hashlib.sha256(repr(facts).encode()).hexdigest()[:16])
+    identity = identity or hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    front = ingress_settings(config, folders, revisions, environment)
+    coordinator = coordinator_settings(asked or config, identity, front, tidegate_version())
     owners, demands = [], []
     for name, section, folder, revision in zip(
         deployment_names(config.sections), config.sections, folders, revisions, strict=True
@@ -168,12 +181,11 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         )
         memory = _rank_memory(section, folder) if device == "cpu" else 0
         bundles = group_bundles(
-            section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.ranks, memory=memory
+            section.tensor_parallel_size, device=device, cores=cores, all_ranks=config.most_ranks, memory=memory
         )
         demand = Demand(tuple(bundles), section.groups, section.names[0], across=section.placement == "nodes")
         owners.append(_owners(name, config, demand).bind(settings, coordinator, bundles, config.drain_s))
         demands.append(demand)
-    front = ingress_settings(config, folders, revisions, environment)
     return Plan(
         application=_ingresses(config).bind(front, coordinator, tidegate_version(), owners),
         coordinator=coordinator,
@@ -181,6 +193,7 @@ def make_plan(config: ClusterConfig, *folders: Path) -> Plan:
         port=config.port,
         demands=tuple(demands),
         drain_s=config.drain_s + SETTLING_S,
+        surges=config.update == "surge",
     )
 
 
@@ -241,6 +254,8 @@ def _owners(name: str, config: ClusterConfig, demand: Demand) -> Any:
         placement_group_strategy="PACK" if demand.across else "STRICT_PACK",
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
+        max_surge_percent=max(1, 100 // demand.groups) if config.update == "surge" else 0,
+        rolling_update_percentage=min(1.0, 1.0 / demand.groups),
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         max_constructor_retry_count=2,
@@ -254,6 +269,7 @@ def _ingresses(config: ClusterConfig) -> Any:
         num_replicas=config.ingress_replicas,
         ray_actor_options=_replica_options(0.01),
         max_ongoing_requests=EVERY_REQUEST,
+        max_surge_percent=100,  # an ingress takes no room; while none is there, whoever comes would be turned away
         graceful_shutdown_timeout_s=config.drain_s + SETTLING_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,

@@ -65,7 +65,8 @@ class ClusterConfig(ModelSection):
     One model stands in the keys of ModelSection at the top; several stand in `models`, and then none at the top.
     `gpu_memory_utilization` is a share of each GPU, `cpu_memory_utilization` one of the machine's memory over all
     groups; both hold weights, buffers and KV pool; `kv_memory` goes before them. Files are named, never their contents:
-    Serve shows an application's arguments to whoever asks it.
+    Serve shows an application's arguments to whoever asks it. `update`: whether a group is replaced by ending it first,
+    or by starting its successor beside it, which takes room for one more group.
     """
 
     models: tuple[ModelSection, ...] = ()
@@ -89,6 +90,8 @@ class ClusterConfig(ModelSection):
     drain_s: Seconds = 30.0
     step_timeout_s: Seconds = 60.0
     flight_dir: Text | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    update: Literal["stop-first", "surge"] = "stop-first"
 
     cache_scope: Literal["auto", "tenant", "session"] = "auto"
     namespace_secret_file: Names = ()
@@ -164,6 +167,12 @@ class ClusterConfig(ModelSection):
     def ranks(self) -> int:
         """Ranks of all groups of all models together."""
         return sum(section.model_ranks for section in self.sections)
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that may stand at one time: where a successor comes first, one group of each model more."""
+        beside = sum(section.tensor_parallel_size for section in self.sections) if self.update == "surge" else 0
+        return self.ranks + beside
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,11 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group_table
 
-from cluster.actors import end_coordinator, open_coordinator
+from cluster.actors import open_coordinator
+from cluster.coordination.control import Revise
+from cluster.legacy import edition_of
 from cluster.notices import Notice
+from cluster.registry import end_coordinator
 from cluster.settings import CoordinatorSettings
 from deploy.cluster import RayLink, logs_of, remember, stop_ray
 from deploy.room import Demand, lack
@@ -46,7 +49,8 @@ class ServiceError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to start: the application, whose groups are `demands`, behind host:port, and its coordinator; one that runs
-    already with other settings is replaced. Stopping takes up to `drain_s`."""
+    already with other settings is replaced. Stopping takes up to `drain_s`. `surges`: where groups are replaced,
+    successors come first."""
 
     application: serve.Application
     coordinator: CoordinatorSettings
@@ -54,6 +58,7 @@ class Plan:
     port: int
     demands: tuple[Demand, ...]
     drain_s: float
+    surges: bool = False
 
     @property
     def groups(self) -> int:
@@ -102,6 +107,24 @@ class Service:
         self._note = remember(self._link, self._run_dir, self._name, self.url)
         self._await_health(plan)
 
+    def update(self, plan: Plan, say: Progress, *, base: int | None = None, undo: bool = False) -> None:
+        """Replace what runs under this name by `plan`, one group at a time; requests go on. `base` is the revision of
+        the settings that it is to follow, `undo` that it is the one before that. Raises ServiceError."""
+        self._drain_s, self._began_serve = plan.drain_s, True
+        say("telling the coordinator")
+        coordinator = open_coordinator(plan.coordinator, replace=True)
+        last: int = ray.get(coordinator.latest_notice.remote())
+        ray.get(coordinator.carry_out.remote(Revise(edition_of(plan.coordinator), base, undo)))
+        say("replacing groups")
+        target = serve.RunTarget(plan.application, name=self._name, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        self._follow(coordinator, plan, say, last)
+        deadline, pause = time.monotonic() + plan.drain_s + HEALTH_S, threading.Event()
+        while not self._is_running():
+            if time.monotonic() > deadline:
+                raise ServiceError("Serve has not replaced every replica in time; `serve status` says more")
+            pause.wait(_LOOK_S)
+
     def close(self) -> None:
         """Let running answers end, then leave nothing behind: no application, no actor, no placement group, and no
         Ray if it is ours."""
@@ -143,15 +166,15 @@ class Service:
             return
         groups = [one for name, one in application.deployments.items() if name.startswith(GROUPS)]
         running = sum(sum(one.replica_states.values()) for one in groups)
-        if (len(plan.demands) > len(groups) or plan.groups > running) and lack(plan.demands, _nodes(free=True)):
+        needs_room = len(plan.demands) > len(groups) or plan.groups > running or plan.surges
+        if needs_room and lack(plan.demands, _nodes(free=True)):
             say("ending the groups of before")
             self._delete_application()
 
-    def _follow(self, coordinator: ActorHandle, plan: Plan, say: Progress) -> None:
-        """Pass on what the groups say until all are ready."""
+    def _follow(self, coordinator: ActorHandle, plan: Plan, say: Progress, last: int = 0) -> None:
+        """Pass on what the groups say, behind notice `last`, until all are ready."""
         began = time.monotonic()
         heard: dict[str, str] = {}
-        last = 0
         while sum(text == "ready" for text in heard.values()) < plan.groups:
             news: tuple[Notice, ...] = ray.get(coordinator.notices.remote(last, _NEWS_S))
             for notice in news:

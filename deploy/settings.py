@@ -5,13 +5,15 @@ Paths become absolute here, because no other process shares this one's working d
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.coordination.terms import CoordinatorTerms
-from cluster.settings import CoordinatorSettings, IngressSettings, ModelSettings
+from cluster.settings import CoordinatorSettings, IngressSettings, LiveSettings, ModelSettings
 from deploy.config import ClusterConfig, Environment
 from deploy.sections import ModelSection
+from workers.orders import GroupTerms
 from workers.settings import GroupSettings
 
 
@@ -70,14 +72,22 @@ def ingress_settings(
     config: ClusterConfig, folders: Sequence[Path], revisions: Sequence[str], environment: Environment
 ) -> IngressSettings:
     """What each ingress replica is told; one folder and one revision per model, in the config's order."""
+    models = zip(config.sections, folders, revisions, strict=True)
+    served = tuple(
+        ModelSettings(str(folder), section.names, revision, section.max_model_len)
+        for section, folder, revision in models
+    )
+    return door_settings(config, served, environment)
+
+
+def door_settings(
+    config: ClusterConfig, models: tuple[ModelSettings, ...], environment: Environment
+) -> IngressSettings:
+    """What each ingress replica is told, given what it is told of the models."""
     named = environment.namespace_secret_file
     secrets = config.namespace_secret_file or ((named,) if named else ())
-    models = zip(config.sections, folders, revisions, strict=True)
     return IngressSettings(
-        models=tuple(
-            ModelSettings(str(folder), section.names, revision, section.max_model_len)
-            for section, folder, revision in models
-        ),
+        models=models,
         service=config.service_name,
         secret_files=tuple(str(Path(name).expanduser().absolute()) for name in secrets),
         keys_file=_absolute(config.api_keys_file),
@@ -95,10 +105,54 @@ def ingress_settings(
     )
 
 
-def coordinator_settings(config: ClusterConfig, identity: str) -> CoordinatorSettings:
-    """What the coordinator is told; `identity` tells this deployment from another of the same service."""
+def coordinator_settings(
+    config: ClusterConfig, identity: str, ingress: IngressSettings | None = None, version: str = ""
+) -> CoordinatorSettings:
+    """What the coordinator is told; `identity` tells this deployment from another of the same service, `version` the
+    code from another. `ingress` is what the ingresses are told."""
     terms = CoordinatorTerms(line=config.line.bounds(), ladder=config.ladder.thresholds())
-    return CoordinatorSettings(config.service_name, identity, terms)
+    live = live_settings(config, ingress)
+    return CoordinatorSettings(
+        config.service_name,
+        identity,
+        terms,
+        version=version,
+        live=live,
+        source=source_of(config),
+        digest=digest_of(config),
+    )
+
+
+def live_settings(config: ClusterConfig, ingress: IngressSettings | None) -> LiveSettings:
+    """What of `config` reaches those that run without a restart."""
+    return LiveSettings(
+        line=config.line.bounds(),
+        ladder=config.ladder.thresholds(),
+        groups=tuple(
+            (
+                section.names[0],
+                GroupTerms(
+                    session_ttl_s=config.session_ttl_s,
+                    prefix_cache=section.prefix_cache,
+                    max_num_seqs=section.max_num_seqs,
+                    max_num_batched_tokens=section.max_num_batched_tokens,
+                ),
+            )
+            for section in config.sections
+        ),
+        ingress=ingress,
+        log_level=config.log_level,
+    )
+
+
+def source_of(config: ClusterConfig) -> str:
+    """The keys that were set, as JSON: `ClusterConfig.model_validate_json` makes the same config of it."""
+    return config.model_dump_json(exclude_unset=True)
+
+
+def digest_of(config: ClusterConfig) -> str:
+    """The same for the same config, whichever of its keys were written down."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
 
 
 def native_folder(cache: Path) -> Path:

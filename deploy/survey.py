@@ -174,7 +174,7 @@ def _statuses() -> dict[str, dict[str, Any] | None]:
     import ray
     from ray.exceptions import RayError
 
-    from cluster.actors import CoordinatorMissing, coordinator_services, find_coordinator
+    from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
 
     found: dict[str, dict[str, Any] | None] = {}
     for service in coordinator_services():
@@ -190,7 +190,7 @@ def _inventory(address: str, statuses: dict[str, dict[str, Any] | None]) -> Inve
     from ray import serve
     from ray.util import list_named_actors, placement_group_table
 
-    from cluster.actors import NAMESPACE, coordinator_name
+    from cluster.registry import NAMESPACE, coordinator_name
 
     ours = {actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE}
     actors = ray._private.state.actors(actor_state_name="ALIVE").values()
@@ -232,7 +232,7 @@ def _remove(orphan: Orphan) -> None:
     import ray
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    from cluster.actors import NAMESPACE, end_coordinator
+    from cluster.registry import NAMESPACE, end_coordinator
 
     match orphan.kind:
         case "coordinator":

@@ -54,7 +54,8 @@ def _spread(spread: Spread | None) -> list[str]:
 def status_tables(found: Mapping[str, Any]) -> list[Table]:
     """Groups, ranks, models and waiting lines of a coordinator's status."""
     groups = found.get("groups", [])
-    return [_groups_table(groups), _ranks_table(groups), _kv_table(groups), _models_table(found), line_table(found)]
+    tables = [_groups_table(groups), _ranks_table(groups), _kv_table(groups), _models_table(found), line_table(found)]
+    return [*tables, _settings_table(found)] if "revision" in found else tables
 
 
 def plain_table(title: str, *columns: str) -> Table:
@@ -119,6 +120,19 @@ def _models_table(found: Mapping[str, Any]) -> Table:
             continue
         up, rate = f"{model['up']}/{model['groups']}", f"{model['drained_tokens_per_s']:.1f}"
         table.add_row(name, up, rate, str(sum(grants.values())), str(given), str(refused))
+    return table
+
+
+def _settings_table(found: Mapping[str, Any]) -> Table:
+    """Which revision of the settings is in force, who goes by it, and what is under way with single groups."""
+    current, words = found["revision"], found.get("maintenance", {})
+    undone = ", again" if current["undone"] else ""
+    table = plain_table(f"Settings: revision {current['number']} {current['digest']}{undone}", "who", "revision", "")
+    table.columns[-1].justify = "left"
+    for row in found.get("groups", ()):
+        table.add_row(f"group {row['group']}", str(row.get("settings", "-")), words.get(row["group"], ""))
+    for row in found.get("ingress_settings", ()):
+        table.add_row(row["ingress"], str(row["revision"]), row["fault"])
     return table
 
 

@@ -166,6 +166,10 @@ class PrefixCache:
         """When `expire` has work again."""
         return self._retention.next_end()
 
+    def live_for(self, ttl: float) -> None:
+        """Unused contents live for `ttl` seconds from now on."""
+        self.sessions.ttl = self._retention.ttl = ttl
+
     def trim(self, namespace: bytes) -> None:
         """While the namespace or its tenant is over quota, purge its oldest idle blocks."""
         while (block := self.sessions.surplus(namespace)) is not None:

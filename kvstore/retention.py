@@ -25,7 +25,7 @@ class Retention:
     namespaces cost nothing while they wait. `kept_until` says until when a namespace is kept."""
 
     def __init__(self, ttl: float, kept_until: Callable[[bytes], float]) -> None:
-        self._ttl = ttl
+        self.ttl = ttl
         self._kept_until = kept_until
         self._resting: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
         self._kept: dict[bytes, _Kept] = {}
@@ -58,7 +58,7 @@ class Retention:
         """Blocks whose time is over, each before what it follows. Purge or strand each before asking for the next."""
         while self._resting:
             block, (since, namespace) = next(iter(self._resting.items()))
-            if since + self._ttl > now:
+            if since + self.ttl > now:
                 break
             del self._resting[block]
             until = self._kept_until(namespace)
@@ -72,7 +72,7 @@ class Retention:
     def next_end(self) -> float | None:
         """When `over` should be asked again."""
         oldest = next(iter(self._resting.values()), None)
-        times = [oldest[0] + self._ttl] if oldest else []
+        times = [oldest[0] + self.ttl] if oldest else []
         if self._ends:
             times.append(self._ends[0][0])
         return min(times, default=None)

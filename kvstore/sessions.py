@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvstore.message import message
+
 SessionRows = tuple[tuple[bytes, int, float], ...]
 """(namespace, indexed blocks, seconds until expiry) each."""
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Terms:
     """How what a request computes stays cached. `session_blocks` and `tenant_blocks` bound the blocks of its namespace

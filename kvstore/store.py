@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kvstore.chain import BlockKey
 from kvstore.extent import Extent
 from kvstore.holdings import Holdings
+from kvstore.message import message
 from kvstore.pool import BlockPool, State
 from kvstore.prefixes import PrefixCache
 from kvstore.sessions import Sessions, Terms
@@ -30,6 +31,7 @@ class Match:
     adopted: int
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     """Blocks by state; held + idle + free + dirty = total."""
@@ -210,6 +212,19 @@ class KVStore:
     def next_expiry(self) -> float | None:
         """When `expire` has work again."""
         return self._cache.next_expiry()
+
+    def live_for(self, ttl: float) -> None:
+        """Unused contents live for `ttl` seconds from now on, those that are cached already too."""
+        self._cache.live_for(ttl)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether what is computed is cached."""
+        return self._prefix_cache
+
+    def cache_prefixes(self, on: bool) -> None:
+        """Whether anything is cached from now on. What is cached stays: `purge` it before switching off."""
+        self._prefix_cache = on
 
     def purge(self, namespace: bytes | None = None) -> int:
         """Nobody finds anything of a namespace (None: of any) from now on; returns the number of blocks. Idle ones turn

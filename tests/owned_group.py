@@ -19,6 +19,7 @@ from cluster.group import GroupOwner
 from cluster.incarnation import NoProgress
 from cluster.settings import CoordinatorSettings
 from kvstore.store import PoolReport
+from workers.orders import Orders
 from workers.plan import GroupReport, Limits
 from workers.settings import GroupSettings
 from workers.stacks import RankState, ThreadStack
@@ -34,6 +35,8 @@ class FakeIncarnation:
     busy: bool = False
     reports: list[tuple[Limits | None, tuple[str, ...], bool]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
+    orders: list[Orders | None] = field(default_factory=list)
+    log_levels: list[str] = field(default_factory=list)
     killed: bool = False
     stopped: bool = False
     _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -47,6 +50,9 @@ class FakeIncarnation:
 
     give_up = die
 
+    def log_level(self, level: str) -> None:
+        self.log_levels.append(level)
+
     async def examine(self) -> tuple[tuple[RankState | str, ...], str]:
         stack = ThreadStack("work", ("parallel.py:3 all_reduce: wait()",))
         return (RankState(0, 7, 12, 1, 99, "all_reduce", (stack,)), "no answer"), '{"kind": "plan"}\n'
@@ -54,7 +60,10 @@ class FakeIncarnation:
     async def enter(self, epoch: int) -> None:
         self.entered.append(epoch)
 
-    async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
+    async def report(
+        self, limits: Limits | None, void: Sequence[str], full: bool, orders: Orders | None = None
+    ) -> GroupReport:
+        self.orders.append(orders)
         if self.hangs:
             raise NoProgress("no step ended within 60 s")
         self.reports.append((limits, tuple(void), full))
@@ -82,6 +91,7 @@ class FakeCoordinator:
     left: list[int] = field(default_factory=list)
     heard: list[GroupReport] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    replaced: bool = False
 
     async def _reach(self) -> None:
         if self.away:
@@ -92,9 +102,10 @@ class FakeCoordinator:
         self.joined.append(card)
         return len(self.joined)
 
-    async def leave(self, group: str, epoch: int) -> None:
+    async def leave(self, group: str, epoch: int, *, replaced: bool = False) -> None:
         await self._reach()
         self.left.append(epoch)
+        self.replaced = replaced
 
     async def report(self, report: GroupReport) -> Reply:
         await self._reach()

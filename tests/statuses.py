@@ -120,6 +120,9 @@ def a_status(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "counters": {},
         "ingresses": 2,
         "affinities": 90,
+        "revision": {"number": 1, "digest": "0f", "undone": False, "earlier": 0},
+        "ingress_settings": [],
+        "maintenance": {},
         "beat_s": 0.5,
     }
     return status | changes

@@ -24,6 +24,8 @@ import ray
 
 from workers.engine import Engine
 from workers.errors import EngineRefused, Refused
+from workers.loglevel import set_log_level
+from workers.orders import Orders
 from workers.outbox import Message
 from workers.plan import GroupDead, GroupReport, Limits
 from workers.rank import Rank, RankFacts
@@ -166,11 +168,18 @@ class RankActor:
     # -- for the owner -------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="calls")
-    async def report(self, limits: Limits | None, void: Sequence[str], full: bool) -> GroupReport:
+    async def report(
+        self, limits: Limits | None, void: Sequence[str], full: bool, orders: Orders | None = None
+    ) -> GroupReport:
         """Obey the coordinator's last reply, then say how things stand. GroupDead when no step can answer any more."""
         engine = self._running()
-        engine.obey(limits, void)
+        engine.obey(limits, void, orders)
         return await asyncio.wrap_future(engine.report(full=full))
+
+    @ray.method(concurrency_group="watch")
+    async def log_level(self, level: str) -> None:
+        """How much this process says from now on."""
+        set_log_level(level)
 
     @ray.method(concurrency_group="watch")
     async def state(self) -> RankState:

@@ -15,6 +15,7 @@ from workers.door import Door
 from workers.errors import CODE_DEAD, CODE_NEVER_FITS, CODE_NO_LEASE, EngineRefused
 from workers.forecast import committed_blocks
 from workers.inbox import Inbox
+from workers.orders import Obedience, Orders
 from workers.outbox import Outbox
 from workers.plan import Finish, Group, GroupDead, GroupReport, Limits, TokenEvent
 from workers.recorder import Recorder
@@ -23,8 +24,6 @@ from workers.scheduler import Scheduler
 from workers.sequence import Request
 from workers.subscribers import Key, Subscribers
 
-OBEY_S = 10.0
-"""The coordinator's limits hold for so long after its last word; then the group goes by its own."""
 AUDIT_SLICES = 64
 """In so many parts, at least, references are compared with the tables."""
 MOST_AUDITED = 0.1
@@ -65,8 +64,7 @@ class Engine:
         self._is_long = False  # the step that was launched last
         self._subscribers = Subscribers(lease_s)
         self._door = Door(name, scheduler.store.total, self._subscribers)
-        self._own_limits = scheduler.limits
-        self._obeyed_until = 0.0
+        self._obedience = Obedience(scheduler)
         self._reports = 0
         self._audited_at = 0.0
 
@@ -128,13 +126,15 @@ class Engine:
         """An ingress leaves: its requests are aborted."""
         self._inbox.post(lambda now: self._drop(ingress, now))
 
-    def obey(self, limits: Limits | None, void: Iterable[str]) -> None:
-        """The coordinator's reply: limits for the next steps, never above the group's own, and grants that must not be
-        accepted any more. Limits that are not said again for OBEY_S seconds hold no longer."""
+    def obey(self, limits: Limits | None, void: Iterable[str], orders: Orders | None = None) -> None:
+        """The coordinator's reply: limits for the next steps, never above the group's own, grants that must not be
+        accepted any more, and orders. Limits that are not said again for OBEY_S seconds hold no longer."""
         with self._lock:
             self._door.grants.void(void)
         if limits:
-            self._inbox.post(lambda now: self._set_limits(limits, now))
+            self._inbox.post(lambda now: self._obedience.limit(limits, now))
+        if orders:
+            self._inbox.post(lambda now: self._carry_out(orders))
 
     def report(self, *, full: bool = False) -> Future[GroupReport]:
         """The state as of the next turn, with all that happened since the report before. `full`: every session, not
@@ -180,8 +180,7 @@ class Engine:
             self._lapse(now)
             if self._door.knocked:
                 self._forecast()
-            if now >= self._obeyed_until:
-                self._scheduler.limits = self._own_limits
+            self._obedience.lapse(now)
             self._deliver(self._scheduler.end_late(now), now)
             plan = self._scheduler.schedule(now) if not (self._handles and self._is_long) else None
             if plan is not None:
@@ -262,9 +261,10 @@ class Engine:
             box.close()
         self._inbox.close(dead)
 
-    def _set_limits(self, limits: Limits, now: float) -> None:
-        self._obeyed_until = now + OBEY_S
-        self._scheduler.limits = limits.within(self._own_limits)
+    def _carry_out(self, orders: Orders) -> None:
+        self._obedience.adopt(orders)
+        with self._lock:  # where leases end, each ingress finds its stream at an end, and replays elsewhere
+            self._subscribers.end_leases(orders.hand_over)
 
     def _audit(self, now: float) -> None:
         passed = now - self._audited_at
@@ -296,4 +296,5 @@ class Engine:
             committed=self._forecast(),
             grants=grants,
             full=full,
+            revision=self._obedience.revision,
         )

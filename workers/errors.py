@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.message import message
+
 
 class EngineRefused(Exception):
     """A request that this group does not take. `code` is one of the CODE_… constants, the message is for people."""
@@ -21,6 +23,7 @@ class CallFailed(Exception):
     """A call to a group failed for a reason that nobody foresaw; the message says what was raised there."""
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Refused:
     """Why the engine did not take one request of a batch, as a value that travels."""

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore.message import message
 from workers.logprobs import Logprobs, join
 from workers.plan import Finish, TokenEvent
 
 Key = tuple[str, int]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of the stream to an ingress: everything that was unread. Numbers rise by one from 1."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from kvstore.message import message
 from kvstore.store import PoolReport
 from workers.logprobs import Logprobs
 
@@ -144,6 +145,7 @@ class StepResult:
     scores: tuple[Logprobs, ...] = ()
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """News of one request. `index` counts output tokens from its start, `resumed` ones included. After Finish.STOP the
@@ -166,6 +168,7 @@ class TokenEvent:
     prompt: Logprobs | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """Steps with up to `rows` sequences (a power of two): how many, their seconds, sampled tokens and computed tokens,
@@ -178,6 +181,7 @@ class StepRow:
     computed: int
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class GroupReport:
     """What a group tells the coordinator, now and then. Times are durations in seconds, never clock readings.
@@ -190,7 +194,7 @@ class GroupReport:
     steps, `evicted` and `expired` blocks, `expired_asked` prompt tokens that would have hit had they not expired,
     `lost_to_scope` those that another namespace had cached. `unused_slots` are token slots of held blocks that hold no
     token, `latest` the longest step in seconds since the report before; `request_blocks[i]` counts ended requests whose
-    most blocks at a time lay in [2**i, 2**(i+1)).
+    most blocks at a time lay in [2**i, 2**(i+1)); `revision` is that of the live settings in force (0: as built).
     """
 
     group: str
@@ -224,8 +228,10 @@ class GroupReport:
     latest: float = 0.0
     steps: tuple[StepRow, ...] = ()
     request_blocks: tuple[int, ...] = ()
+    revision: int = 0
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a step may hold: sequences, tokens, and tokens of one prefill chunk. `refill` False: slots that finish stay

@@ -26,8 +26,10 @@ def make_report(
     committed: int,
     grants: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
     full: bool,
+    revision: int = 0,
 ) -> GroupReport:
-    """`grants` are those accepted, voided (both since the last report) and live. Begins a new period for what counts
+    """`grants` are those accepted, voided (both since the last report) and live; `revision` that of the settings which
+    are in force. Begins a new period for what counts
     since the last report."""
     store, steps = scheduler.store, scheduler.steps
     accepted, voided, live = grants
@@ -55,5 +57,6 @@ def make_report(
         latest=latest,
         steps=steps.rows(),
         request_blocks=tuple(scheduler.request_blocks.counts),
+        revision=revision,
         **asdict(scheduler.counters),
     )

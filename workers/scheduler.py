@@ -94,11 +94,11 @@ class Scheduler:
             self._end(sequence, Finish.ERROR, now)
         return [sequence.event(finish=Finish.ERROR, error=LATE) for sequence in late]
 
-    def purge(self, namespace: bytes) -> int:
-        """Nobody finds what was cached for `namespace` so far, and what its live requests compute is never cached; the
-        number of blocks that were."""
+    def purge(self, namespace: bytes | None) -> int:
+        """Nobody finds what was cached for `namespace` (None: for any) so far, and what its live requests compute is
+        never cached; the number of blocks that were."""
         for sequence in self._live.values():
-            if sequence.request.namespace == namespace:
+            if namespace is None or sequence.request.namespace == namespace:
                 sequence.forgotten = True
         return self.store.purge(namespace)
 

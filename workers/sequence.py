@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from kvstore.chain import BlockKey
+from kvstore.message import message
 from kvstore.sessions import Terms
 from kvstore.table import BlockTable
 from workers.logprobs import Logprobs, join
@@ -19,6 +20,7 @@ class Priority(IntEnum):
     BATCH = 1
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a request's tokens are drawn and when it ends. `stop_ids` end it (the end-of-sequence ids are among them
@@ -42,6 +44,7 @@ class Sampling:
         return Draw(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, position, self.logprobs)
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Request:
     """One attempt at one request. `resumed` is output that an earlier attempt already sent: it is computed again, not

@@ -68,6 +68,11 @@ class Subscribers:
             subscriber.lapses = now + self._lease_s
         return subscriber
 
+    def end_leases(self, wanted: bool) -> None:
+        """All have lapsed, if that is `wanted`."""
+        for subscriber in self._subscribers.values() if wanted else ():
+            subscriber.lapses = float("-inf")
+
     def lapsed(self, now: float) -> list[str]:
         """Those whose lease is over."""
         return [name for name, subscriber in self._subscribers.items() if subscriber.lapses <= now]

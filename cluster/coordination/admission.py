@@ -71,7 +71,7 @@ def _is_welcome(group: GroupView, ask: Ask, blocks: int) -> bool:
     guests = group.guests
     if not guests.is_guest(ask.share.tenant) or not guests.admits(blocks):
         return False
-    return group.ledger.slots < group.card.max_num_seqs and group.occupied + blocks <= group.card.blocks
+    return group.ledger.slots < group.seqs and group.occupied + blocks <= group.card.blocks
 
 
 def _may_have(group: GroupView, ask: Ask, waiter: Waiter | None) -> bool:

@@ -9,37 +9,62 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from cluster.coordination.cards import PROTOCOL, GroupCard, GroupState, Reply, SessionCopy
+from cluster.coordination.cards import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    GroupCard,
+    GroupState,
+    Reply,
+    SessionCopy,
+    get_along,
+)
+from cluster.coordination.control import Command, Control
 from cluster.coordination.dispatch import Dispatch
 from cluster.coordination.grants import REFUSED_STALE, Ask, Grant, LineNews, Outcome, Refusal, Ticket
 from cluster.coordination.groupview import GroupView
 from cluster.coordination.ladder import Signals
 from cluster.coordination.ledger import OpenGrant, Stage
+from cluster.coordination.maintenance import Maintenance
 from cluster.coordination.news import Answer, Newsroom
+from cluster.coordination.revisions import Edition, Revision, Revisions
 from cluster.coordination.status import status_of
 from cluster.coordination.terms import CoordinatorTerms
 from cluster.coordination.view import View
+from cluster.settings import LiveSettings
 from workers.plan import Finish, GroupReport
 
 
 class Coordinator:
     """Epochs begin above `first_epoch`, which also identifies this life: whoever may restart a coordinator passes a
     number that grows (seconds of wall time), so that neither an epoch nor a grant's id comes twice even if a group
-    joins that nobody has reported yet. `seed` spreads what clients are told to wait."""
+    joins that nobody has reported yet. `seed` spreads what clients are told to wait. `revisions` are its settings, and
+    `cordoned` its groups that get nothing new, where an earlier life has left some; `terms` hold what these do not
+    say."""
 
-    def __init__(self, terms: CoordinatorTerms | None = None, *, first_epoch: int = 0, seed: int = 0) -> None:
-        self._terms = terms or CoordinatorTerms()
-        self._view = View(self._terms, first_epoch)
-        self._news = Newsroom(first_epoch, self._terms.line.ingress_s)
-        self._dispatch = Dispatch(self._view, self._news, self._terms, random.Random(seed))
+    def __init__(
+        self,
+        terms: CoordinatorTerms | None = None,
+        *,
+        first_epoch: int = 0,
+        seed: int = 0,
+        revisions: Revisions | None = None,
+        cordoned: Iterable[str] = (),
+    ) -> None:
+        terms = terms or CoordinatorTerms()
+        revisions = revisions or Revisions.begin(Edition("", LiveSettings(terms.line, terms.ladder)))
+        self._view = View(terms, first_epoch)
+        self._news = Newsroom(first_epoch, terms.line.ingress_s)
+        self._dispatch = Dispatch(self._view, self._news, terms, random.Random(seed))
+        self._control = Control(self._view, self._dispatch, terms, revisions, Maintenance(cordoned))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def join(self, card: GroupCard, now: float) -> int:
         """A group that can take work joins, or joins again; returns its epoch. ValueError for a card that makes no
         sense here."""
-        if card.protocol != PROTOCOL:
-            raise ValueError(f"group {card.group} speaks protocol {card.protocol}, the coordinator {PROTOCOL}")
+        if not get_along(card.protocol):
+            known = f"{OLDEST_PROTOCOL} to {PROTOCOL}"
+            raise ValueError(f"group {card.group} speaks protocol {card.protocol}, the coordinator {known}")
         if not card.models:
             raise ValueError(f"group {card.group} serves no model")
         if min(card.blocks, card.block_size, card.max_num_seqs, card.max_num_batched_tokens, card.max_model_len) < 1:
@@ -49,17 +74,21 @@ class Coordinator:
         group = self._view.join(card, now)
         if is_known:
             self._dispatch.give_up_lost(now)
+        self._control.admit(group, now)
         self._dispatch.offer(group)
         self._dispatch.serve(now)
         return group.epoch
 
-    def leave(self, group: str, epoch: int, now: float) -> None:
+    def leave(self, group: str, epoch: int, now: float, *, replaced: bool = False) -> None:
         """This incarnation takes nothing new: it drains, or it is dead. What it has accepted runs on while it reports;
-        without reports it is dropped."""
+        without reports it is dropped. `replaced`: it goes on purpose, and another group may be on its way; requests
+        wait for that."""
         self._advance(now)
         known = self._view.groups.get(group)
         if known is not None and known.epoch == epoch:
-            self._view.leave(known)
+            self._view.leave(known, now, returns=replaced)
+            if replaced:
+                self._control.maintenance.forget(group)
 
     def report(self, report: GroupReport, now: float) -> Reply:
         """A group's news; the reply names its void grants until `report.voided` acknowledges them, and its limits."""
@@ -81,7 +110,26 @@ class Coordinator:
                 self._view.watch(group, now)
             self._dispatch.offer(group)
             self._dispatch.serve(now)
-        return Reply(True, group.epoch, tuple(group.ledger.void), group.limits, self._view.beat_s)
+        orders = self._control.orders(group, report, now)
+        return Reply(True, group.epoch, tuple(group.ledger.void), group.limits, self._view.beat_s, orders)
+
+    # -- the operator -------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> tuple[Revisions, frozenset[str]]:
+        """What must outlive this coordinator: `revisions` and `cordoned` of the next one."""
+        return self._control.revisions, frozenset(self._control.maintenance.cordoned)
+
+    def carry_out(self, command: Command, now: float) -> Revision:
+        """What an operator asks for; the settings that are in force then. RevisionError, UnknownGroup."""
+        self._advance(now)
+        revision = self._control.carry_out(command, now)
+        self._dispatch.serve(now)
+        return revision
+
+    def revision(self, ingress: str, held: int, fault: str, now: float) -> Revision:
+        """The settings in force, for an ingress that goes by revision `held`."""
+        return self._control.hear(ingress, held, fault, now)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +226,7 @@ class Coordinator:
     def status(self, now: float) -> dict[str, object]:
         """Everything for people and programs, as plain JSON values."""
         self._advance(now)
-        return status_of(self._view, self._dispatch, len(self._news), now)
+        return status_of(self._view, self._dispatch, len(self._news), now) | self._control.status(now)
 
     def check(self) -> None:
         """Recount everything from scratch; AssertionError where something does not add up."""

@@ -71,6 +71,13 @@ class Dispatch:
         model = self.models.get(self._view.resolve(name))
         return model is not None and model.line.full
 
+    def rule(self, terms: CoordinatorTerms) -> None:
+        """These hold from now on."""
+        self._terms = terms
+        self._reservations.bounds = terms.line
+        for model in self.models.values():
+            model.line.bounds = terms.line
+
     # -- asks ---------------------------------------------------------------------------------------------------------
 
     def place(self, ingress: str, ask: Ask, now: float) -> Grant | Ticket | Refusal:
@@ -78,7 +85,7 @@ class Dispatch:
         if ask.left is not None and ask.left <= 0:
             return self.refuse(_late(ask))
         name = self._view.resolve(ask.model)
-        obstacle = self.placement.obstacle(name, ask)
+        obstacle = self.placement.obstacle(name, ask, now)
         if obstacle is not None:
             return self.refuse(obstacle)
         model = self.model(name)
@@ -127,7 +134,7 @@ class Dispatch:
     def give_up_lost(self, now: float) -> None:
         """Groups are gone: refuse those whom no group that is left could ever run."""
         for waiter in list(self.waiting.values()):
-            if self.placement.is_lost(waiter.model, waiter.ask):
+            if self.placement.is_lost(waiter.model, waiter.ask, now):
                 self._turn_away(waiter, no_group(waiter.ask), now)
 
     # -- room ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.message import message
 from workers.plan import Finish
 from workers.sequence import Priority
 
@@ -21,6 +22,7 @@ Incarnation = tuple[str, int]
 """A group and its epoch."""
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Share:
     """Whose request it is, and what that tenant may take: `weight` is its part of the service while several wait,
@@ -31,6 +33,7 @@ class Share:
     max_waiting: int = 512
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Where may this attempt run? `prompt_tokens` counts what must be computed first (output that an earlier attempt
@@ -59,6 +62,7 @@ class Ask:
     affinity: tuple[bytes, ...] = ()
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Permission to submit one attempt to one incarnation of a group, at `address`, within `expires_s` from now.
@@ -74,6 +78,7 @@ class Grant:
     expires_s: float
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A place in the waiting line: the grant, or a refusal, comes with the ingress's news (`LineNews`). `ahead` is how
@@ -85,6 +90,7 @@ class Ticket:
     wait_s: float | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Not now, or never: `code` is one of the REFUSED_… constants, `retry_after` seconds (None: do not try again)."""
@@ -96,6 +102,7 @@ class Refusal:
     retry_after: float | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an accepted grant ended. `satisfied`: it was aborted because its client had all it wanted (a stop string), so
@@ -110,6 +117,7 @@ class Outcome:
     satisfied: bool = False
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class LineNews:
     """What became of an ingress's tickets. `number` is to be acknowledged with the next call; news that were not are

@@ -11,8 +11,9 @@ from cluster.coordination.grants import Incarnation
 from cluster.coordination.guests import Guests
 from cluster.coordination.ladder import Ladder
 from cluster.coordination.ledger import Ledger, OpenGrant
-from cluster.coordination.terms import CoordinatorTerms
+from cluster.coordination.terms import CoordinatorTerms, Thresholds
 from cluster.coordination.waiter import Waiter
+from workers.orders import GroupTerms
 from workers.plan import GroupReport, Limits
 
 _CLOSED = 1000.0
@@ -22,10 +23,11 @@ _LEAST_S = 0.1
 
 
 class GroupView:
-    """`load` is its fullest resource as a share: blocks, slots, prefill backlog; `rank` orders groups for new work.
-    `guests` are tenants that have nothing else there. `reserved` is who it is kept free for, `alone` the grant that
-    nothing else may run beside. `place` is its own in the roster, None while it may get nothing; `watch_at` belongs to
-    the view."""
+    """`seqs` and `step_tokens` are what live settings let it have of its sequences and of a step's tokens; one that is
+    `leaving` `returns` if its successor is on its way. `load` is its fullest resource as a share: blocks, slots,
+    prefill backlog; `rank` orders groups for new work. `guests` are tenants that have nothing else there. `reserved` is
+    who it is kept free for, `alone` the grant that nothing else may run beside. `place` is its own in the roster, None
+    while it may get nothing; `watch_at` belongs to the view."""
 
     def __init__(self, card: GroupCard, epoch: int, number: int, now: float, terms: CoordinatorTerms) -> None:
         bounds = terms.bounds
@@ -39,11 +41,12 @@ class GroupView:
         self.report: GroupReport | None = None
         self.reported_at = now
         self.progressed_at = now
-        self.leaving = False
+        self.leaving = self.returns = self.cordoned = False
         self.longest = card.longest
-        self.slot_limit = card.max_num_seqs + max(1, int(bounds.slots_ahead * card.max_num_seqs))
         self.block_limit = int(card.blocks * (1 - bounds.watermark))
-        self.backlog_limit = bounds.backlog_steps * card.max_num_batched_tokens
+        self._bounds = bounds
+        self.seqs, self.step_tokens = card.max_num_seqs, card.max_num_batched_tokens
+        self._size()
         self.guests = Guests(int(bounds.guest_share * card.blocks), bounds.guest_s)
         self.load = 0.0
         self.rank = 0.0
@@ -62,13 +65,26 @@ class GroupView:
         return self.place is not None
 
     @property
+    def awaited(self) -> bool:
+        """Whether it, or its successor, will take work again though it does not now."""
+        return self.returns or self.cordoned
+
+    @property
     def limits(self) -> Limits:
         """What a step may hold there now."""
-        return self.ladder.limits(self.card.max_num_seqs, self.card.max_num_batched_tokens)
+        return self.ladder.limits(self.seqs, self.step_tokens)
+
+    def restrict(self, terms: GroupTerms, thresholds: Thresholds) -> None:
+        """Settings that are live: what it may have of what it was built with, and when its ladder moves."""
+        built = Limits(self.card.max_num_seqs, self.card.max_num_batched_tokens, self.card.max_num_batched_tokens)
+        capped = terms.capped(built)
+        self.seqs, self.step_tokens = capped.max_num_seqs, capped.max_num_batched_tokens
+        self._size()
+        self.ladder.thresholds = thresholds
 
     def standing(self, now: float, lapse_s: float, stall_s: float) -> Standing:
         """Whether it takes new work: reports keep coming, and steps advance while there is work."""
-        if self.leaving:
+        if self.leaving or self.cordoned:
             return Standing.LEAVING
         if now - self.reported_at > lapse_s:
             return Standing.LAPSED
@@ -83,7 +99,7 @@ class GroupView:
         card, ledger = self.card, self.ledger
         return max(
             (ledger.committed + blocks) / card.blocks,
-            (ledger.slots + 1) / card.max_num_seqs,
+            (ledger.slots + 1) / self.seqs,
             (self.backlog(now) + tokens) / self.backlog_limit,
         )
 
@@ -99,7 +115,7 @@ class GroupView:
         card, ledger = self.card, self.ledger
         self.load = max(
             ledger.committed / card.blocks,
-            ledger.slots / card.max_num_seqs,
+            ledger.slots / self.seqs,
             self.backlog(now) / self.backlog_limit,
         )
         closed = bool(self.alone) or self.reserved is not None or (self.ladder.shrinks and ledger.slots > 0)
@@ -159,7 +175,19 @@ class GroupView:
             sessions=len(self.chains),
             pool=report.pool if report else None,
             level=self.ladder.level.label,
+            cordoned=self.cordoned,
         )
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs there, nor may begin to."""
+        report = self.report
+        return report is not None and not self.ledger.open and not report.running and not report.waiting
+
+    def _size(self) -> None:
+        bounds = self._bounds
+        self.slot_limit = self.seqs + max(1, int(bounds.slots_ahead * self.seqs))
+        self.backlog_limit = bounds.backlog_steps * self.step_tokens
 
     def _learn_speed(self, last: GroupReport, report: GroupReport, seconds: float) -> None:
         """Tokens computed per second, as far as there was enough to do."""

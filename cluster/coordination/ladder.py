@@ -53,7 +53,7 @@ class Ladder:
         self.level = Level.NORMAL
         self.signals = Signals(0.0, 0.0)
         self.changes = 0
-        self._thresholds = thresholds
+        self.thresholds = thresholds
         self._since = now
         self._moved = False
         self._seconds = dict.fromkeys(Level, 0.0)
@@ -75,7 +75,7 @@ class Ladder:
 
     def update(self, signals: Signals, now: float) -> Level:
         """Take in the latest signals; move by at most one row."""
-        at = self._thresholds
+        at = self.thresholds
         self.signals = signals
         self._tight = signals.held >= (at.trim_down if self._tight else at.trim_up)
         if signals.growth > at.shrink_up:

@@ -55,7 +55,7 @@ class Line:
         self.tokens = 0
         self.tenants: Counter[str] = Counter()
         self.classes = {priority: Queueing([]) for priority in Priority}
-        self._bounds = bounds
+        self.bounds = bounds
         self._requests = 0
         self._bands: dict[Priority, dict[int, FairQueue]] = {priority: {} for priority in Priority}
         self._overdue: Timers[Waiter] = Timers()
@@ -72,7 +72,7 @@ class Line:
     def full(self) -> bool:
         """Whether it takes no further request of a usual size."""
         mean = self.tokens / self._requests if self._requests else 0.0
-        return self._requests >= self._bounds.requests or self.tokens + mean > self._bounds.tokens
+        return self._requests >= self.bounds.requests or self.tokens + mean > self.bounds.tokens
 
     def obstacle(self, ask: Ask, cost: int) -> tuple[str, float] | None:
         """Why `ask` may not join, and how many tokens must drain first; None when it may. A replay always may."""
@@ -82,8 +82,8 @@ class Line:
         if self.tenants[share.tenant] >= share.max_waiting:
             return REFUSED_TENANT, float(cost * max(1, len(self.tenants)))
         part = BATCH_SHARE if ask.priority is Priority.BATCH else 1.0
-        requests = self._requests + 1 - part * self._bounds.requests
-        tokens = self.tokens + cost - part * self._bounds.tokens
+        requests = self._requests + 1 - part * self.bounds.requests
+        tokens = self.tokens + cost - part * self.bounds.tokens
         if requests >= 1 or (tokens > 0 and self._requests):
             mean = self.tokens / self._requests if self._requests else cost
             return REFUSED_FULL, max(float(cost), tokens, requests * mean)
@@ -103,7 +103,7 @@ class Line:
         insort(queueing.ages, (waiter.arrived, waiter.serial))
         self._enqueue(waiter)
         if waiter.band is Priority.BATCH:
-            self._overdue.add(waiter.arrived + self._bounds.batch_s, waiter)
+            self._overdue.add(waiter.arrived + self.bounds.batch_s, waiter)
 
     def take(self, waiter: Waiter, now: float) -> None:
         """It is granted."""
@@ -157,7 +157,7 @@ class Line:
             assert queueing.tokens == sum(waiter.cost for waiter in own)
 
     def _precedence(self, rank: int, queue: FairQueue) -> tuple[bool, float]:
-        return (rank != _REPLAY, queue.oldest + rank * self._bounds.aging_s)
+        return (rank != _REPLAY, queue.oldest + rank * self.bounds.aging_s)
 
     def _enqueue(self, waiter: Waiter) -> None:
         queues = self._bands[waiter.band]

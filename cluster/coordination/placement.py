@@ -55,7 +55,7 @@ class Placement:
         ]
         return min(groups, key=lambda group: (group.load, group.number), default=None)
 
-    def obstacle(self, model: str, ask: Ask) -> Refusal | None:
+    def obstacle(self, model: str, ask: Ask, now: float) -> Refusal | None:
         """Why waiting would not help: it never fits, or no group that can hold it is up."""
         largest = self._view.largest(model)
         if largest is not None and needed_tokens(ask) > largest.longest:
@@ -63,13 +63,15 @@ class Placement:
         if next(self._view.roster.heads(model, needed_tokens(ask), ask.avoid), None) is not None:
             return None
         groups = self._view.serving.get(model, {}).values()
-        if any(group.listed and can_hold(group, ask) for group in groups):
+        if any(group.listed and can_hold(group, ask) for group in groups) or self._view.is_awaited(model, now):
             return None
         return no_group(ask)
 
-    def is_lost(self, model: str, ask: Ask) -> bool:
-        """Whether no known group, up or not, could ever run it."""
-        return not any(can_hold(group, ask) for group in self._view.serving.get(model, {}).values())
+    def is_lost(self, model: str, ask: Ask, now: float) -> bool:
+        """Whether no known group, up or not, could ever run it, and none is on its way."""
+        if any(can_hold(group, ask) for group in self._view.serving.get(model, {}).values()):
+            return False
+        return not self._view.is_awaited(model, now)
 
     def _candidates(self, model: str, ask: Ask, now: float) -> Iterator[tuple[GroupView, float]]:
         """Groups, and how many prompt tokens are probably cached there."""

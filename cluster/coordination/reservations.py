@@ -24,7 +24,7 @@ class Reservations:
     ) -> None:
         self._view = view
         self._placement = placement
-        self._bounds = bounds
+        self.bounds = bounds
         self._offer = offer
         self._held: dict[str, dict[str, tuple[Waiter, GroupView]]] = {}
 
@@ -45,7 +45,7 @@ class Reservations:
 
     def consider(self, waiter: Waiter, now: float) -> None:
         """Keep a group free for it, if it is time and there is one."""
-        bounds, ask = self._bounds, waiter.ask
+        bounds, ask = self.bounds, waiter.ask
         due = ask.alone or waiter.passed >= bounds.bypasses or now - waiter.passed_at >= bounds.bypass_s
         if not due or waiter.reserved or not waiter.waits:
             return

@@ -78,10 +78,11 @@ def _group(view: View, group: GroupView, now: float) -> Plain:
     plain = {
         "group": card.group,
         "epoch": state.epoch,
-        "state": state.standing.value,
+        "state": "cordoned" if state.cordoned and not group.leaving else state.standing.value,
         "models": list(card.models),
         "revision": card.revision,
         "restarts": card.restarts,
+        "settings": group.report.revision if group.report else 0,
         "load": round(state.load, 4),
         "committed": state.committed,
         "grants": state.grants,

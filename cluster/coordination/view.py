@@ -19,6 +19,8 @@ REPORTS_PER_S = 200.0
 """How often all groups together report: with more of them each reports less often."""
 BEAT_S = 0.5
 LONGEST_BEAT_S = 5.0
+AWAIT_S = 900.0
+"""How long requests may wait for the successor of a model's last group: a big one takes minutes to load."""
 _BEATS = 3.0
 """So many reports may be missing before a group counts as silent."""
 
@@ -42,6 +44,7 @@ class View:
         self._expiries: Timers[str] = Timers()
         self._watch: Timers[GroupView] = Timers()
         self._ended: deque[tuple[float, str, str]] = deque()
+        self._awaited: dict[str, float] = {}
         self._canonical: Counter[tuple[str, str]] = Counter()
         self._largest: dict[str, GroupView | None] = {}
 
@@ -91,10 +94,23 @@ class View:
         if group.report is not None:
             self.retired.update(counters(group.report))
 
-    def leave(self, group: GroupView) -> None:
-        """It takes nothing new any more."""
-        group.leaving = True
+    def leave(self, group: GroupView, now: float, *, returns: bool = False) -> None:
+        """It takes nothing new any more. `returns`: a successor is on its way, for which requests may wait."""
+        group.leaving, group.returns = True, returns
         self.roster.remove(group)
+        for model in group.card.models if returns else ():
+            self._awaited[model] = now + AWAIT_S
+
+    def is_awaited(self, model: str, now: float) -> bool:
+        """Whether a group of `model` will take work though none does now: one that is cordoned, or the successor of one
+        that has left."""
+        if now < self._awaited.get(model, now):
+            return True
+        return any(group.awaited for group in self.serving.get(model, {}).values())
+
+    def rule(self, terms: CoordinatorTerms) -> None:
+        """These hold from now on."""
+        self._terms = terms
 
     def standing(self, group: GroupView, now: float) -> Standing:
         return group.standing(now, self.lapse_s, self._bounds.stall_s)

@@ -41,11 +41,11 @@ class Callers:
     `now` is in seconds since 1970, as keys expire by the calendar."""
 
     def __init__(
-        self, ring: Callable[[], KeyRing | None], now: Callable[[], float], unkeyed: Tenant | None = None
+        self, ring: Callable[[], KeyRing | None], now: Callable[[], float], unkeyed: Callable[[], Tenant] = Tenant
     ) -> None:
         self._ring = ring
         self._now = now
-        self._unkeyed = unkeyed or Tenant()
+        self._unkeyed = unkeyed
 
     @property
     def keyed(self) -> bool:
@@ -56,7 +56,7 @@ class Callers:
         """Whose key was sent. Raises ApiError (401) when there is none that counts."""
         ring = self._ring()
         if ring is None:
-            return self._unkeyed
+            return self._unkeyed()
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise invalid_key(sent=False)

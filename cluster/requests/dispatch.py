@@ -122,6 +122,10 @@ class Requests:
         job = self._jobs.get(id)
         return job.machine.ahead if job is not None else None
 
+    def endure(self, endurance: Endurance) -> None:
+        """How much requests put up with that come from now on."""
+        self._endurance = endurance
+
     async def health(self) -> Health:
         """Ready when for each model some group is up: reports, and makes progress."""
         return await self._readiness.health()

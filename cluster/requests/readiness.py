@@ -65,6 +65,6 @@ def _group_health(state: GroupState) -> GroupHealth:
     reasons = {
         Standing.STALLED: f"no progress for {state.progressed_s:.0f} s",
         Standing.LAPSED: f"no report for {state.reported_s:.0f} s",
-        Standing.LEAVING: "is leaving",
+        Standing.LEAVING: "is cordoned" if state.cordoned else "is leaving",
     }
     return GroupHealth(name, False, reasons[state.standing])

@@ -17,7 +17,7 @@ import psutil
 import ray
 from safetensors.numpy import save_file
 
-from cluster.actors import find_coordinator
+from cluster.registry import find_coordinator
 from deploy.app import make_plan
 from deploy.cluster import RayLink
 from deploy.config import ClusterConfig

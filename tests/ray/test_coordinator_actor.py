@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from cluster.actors import CoordinatorMissing, end_coordinator, find_coordinator, open_coordinator
-from cluster.coordination.cards import PROTOCOL, GroupCard
+from cluster.actors import open_coordinator
+from cluster.coordination.cards import OLDEST_PROTOCOL, PROTOCOL, GroupCard, Identity
 from cluster.coordination.grants import REFUSED_LATE, Ask, Grant, Outcome, Refusal, Ticket
 from cluster.coordination.terms import CoordinatorTerms, LineBounds
 from cluster.links import CoordinatorLink
+from cluster.registry import CoordinatorMissing, end_coordinator, find_coordinator
 from cluster.settings import CoordinatorSettings
 from deploy.bench.coordination_ray import Fleet, measure
 from tests.ray.stage import Stage, eventually
@@ -75,9 +77,13 @@ def test_a_coordinator_is_shared_by_its_config_and_replaced_by_a_deployment_of_a
     assert open_coordinator(settings("config a"), replace=True)._actor_id == first._actor_id
     with pytest.raises(CoordinatorMissing, match="another deployment"):
         open_coordinator(settings("config b"))
-    second = open_coordinator(settings("config b"), replace=True)
+    newer = replace(settings("config a"), version="2")
+    assert open_coordinator(newer)._actor_id == first._actor_id, "a replica gets along with the code that there is"
+    second = open_coordinator(newer, replace=True)
+    assert second._actor_id != first._actor_id, "whoever deploys other code brings it along"
+    first, second = second, open_coordinator(settings("config b"), replace=True)
     assert second._actor_id != first._actor_id
-    assert tuple(ray.get(second.identity.remote())) == (PROTOCOL, "config b")
+    assert ray.get(second.identity.remote()) == Identity(PROTOCOL, "config b", OLDEST_PROTOCOL)
     with pytest.raises(RayActorError):
         ray.get(first.identity.remote())
     end_coordinator(SERVICE)
@@ -106,7 +112,7 @@ def test_a_coordinator_whose_process_died_answers_again_under_the_same_handle(st
 
     def answers() -> bool:
         try:
-            return tuple(ray.get(handle.identity.remote())) == (PROTOCOL, "config a")
+            return bool(ray.get(handle.identity.remote()).serves("config a"))
         except RayActorError:
             return False
 

@@ -10,8 +10,9 @@ import pytest
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
-from cluster.actors import coordinator_services, end_coordinator, open_coordinator
+from cluster.actors import open_coordinator
 from cluster.meters import CATALOGUE
+from cluster.registry import coordinator_services, end_coordinator
 from cluster.settings import CoordinatorSettings
 from deploy import inventory
 from deploy.doctor import Finding, Verdict

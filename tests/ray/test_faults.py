@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from cluster.actors import find_coordinator
+from cluster.registry import find_coordinator
 from deploy.app import make_plan
 from deploy.cluster import logs_of
 from deploy.config import ClusterConfig

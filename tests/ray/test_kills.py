@@ -23,7 +23,7 @@ import httpx
 import pytest
 import ray
 
-from cluster.actors import NAMESPACE, find_coordinator
+from cluster.registry import NAMESPACE, find_coordinator
 from deploy.config import ClusterConfig
 from tests.ray import workload
 from tests.ray.stage import Stage, eventually

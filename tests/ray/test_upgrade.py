@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.util.placement_group import placement_group_table
 
-from cluster.actors import end_coordinator
+from cluster.registry import end_coordinator
 from deploy.app import build
 from deploy.config import ClusterConfig
 from deploy.service import ServiceError

@@ -9,7 +9,7 @@ import pytest
 from tests.engine_bench import OWN, cached, make, refused, report, request, run
 from tests.shadow import ShadowGroup
 from workers import errors
-from workers.engine import OBEY_S
+from workers.orders import OBEY_S
 from workers.plan import Finish, GroupDead, GroupReport, Limits, StepResult
 
 # -- limits -----------------------------------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray.exceptions import RpcError
 
+from cluster import group as owner_module
 from cluster.coordination.cards import Reply
 from cluster.group import HANDOVER_S, REBUILDS
 from cluster.incarnation import CannotStart
 from tests.owned_group import FakeCoordinator, FakeIncarnation, bench
+from workers.orders import GroupTerms, Orders
 from workers.plan import Limits
 
 LIMITS = Limits(3, 32, 16)
@@ -282,5 +285,28 @@ def test_a_group_that_has_nothing_to_do_goes_at_once(monkeypatch: pytest.MonkeyP
         async with bench(monkeypatch, tmp_path) as on:
             began = clock()
         assert clock() - began < 1.0 and on.started[0].stopped
+
+    run(scenario())
+
+
+def test_an_order_to_build_anew_and_a_log_level_are_the_owners_business(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        coordinator = FakeCoordinator()
+        levels: list[str] = []
+        monkeypatch.setattr(owner_module, "set_log_level", levels.append)
+        async with bench(monkeypatch, tmp_path, coordinator) as at:
+            orders = Orders(3, GroupTerms(log_level="debug"))
+            coordinator.reply = lambda report: Reply(True, report.epoch, orders=orders)
+            await at.until(lambda: orders in at.started[0].orders)
+            await at.until(lambda: len(at.started[0].orders) > 4)
+            assert levels == ["debug"] == at.started[0].log_levels, "said once"
+            coordinator.reply = lambda report: Reply(
+                True, report.epoch, orders=replace(orders, rebuild=True) if report.epoch == 1 else None
+            )
+            await at.until(lambda: len(at.started) == 2 and at.started[1].entered)
+            assert at.started[0].killed and not coordinator.replaced
+        assert coordinator.replaced, "a replica that Serve ends makes way for another"
 
     run(scenario())

@@ -72,10 +72,12 @@ SHELLS = {
     "cluster.group",
     "cluster.incarnation",
     "cluster.ingress",
+    "cluster.legacy",
     "cluster.links",
     "cluster.metrics",
     "cluster.loopback",
     "cluster.protocol.routes",
+    "cluster.registry",
     "cluster.text.template",
 }
 TEXT = (

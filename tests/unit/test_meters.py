@@ -21,7 +21,7 @@ from tests.statuses import a_report, a_row, a_status
 from workers.plan import GroupReport, StepRow
 from workers.sequence import Priority
 
-NOT_FIGURES = {"group", "epoch", "sequence", "step", "accepted", "voided", "live", "full", "sessions"}
+NOT_FIGURES = {"group", "epoch", "sequence", "step", "accepted", "voided", "live", "full", "sessions", "revision"}
 """Fields of a report that say who and which, not how much."""
 TOLD_BY_STATUS = {"pool", "committed", "running", "waiting"}
 SHAPED = {"steps", "request_blocks"}
@@ -78,7 +78,7 @@ def test_peak_bytes_are_observed_once_per_request_at_their_size() -> None:
     assert (more.value, more.times) == (12 * block, 1)
 
 
-IDENTITIES = {"epoch", "protocol", "pid", "rank"}
+IDENTITIES = {"epoch", "protocol", "pid", "rank", "revision"}
 SETTINGS = {"max_num_seqs", "max_model_len", "blocks", "block_size", "threads"}
 SAID_OTHERWISE = {
     "total": "the sum of the pool's states",

@@ -24,7 +24,7 @@ NAMES = {"tiny": "tiny", "alias/tiny": "tiny", "other": "other", "second": "othe
 
 def both(completer: Scripted, tenant: Tenant | None = None) -> FastAPI:
     models = [ServedModel(TINY, lambda: CARD), ServedModel(SMALL, lambda: OTHER)]
-    return build_app(completer, models, callers=Callers(lambda: None, lambda: 0.0, tenant))
+    return build_app(completer, models, callers=Callers(lambda: None, lambda: 0.0, lambda: tenant or Tenant()))
 
 
 @pytest.mark.parametrize("name", NAMES)
