@@ -60,7 +60,7 @@ def found(ray_address: str | None) -> tuple[str, Capacity | None]:
 def _looked_up() -> tuple[str, Capacity | None]:
     import ray
 
-    from cluster.actors import coordinator_services, find_coordinator
+    from cluster.registry import coordinator_services, find_coordinator
 
     try:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
@@ -83,7 +83,7 @@ def capacity_at(ray_address: str, token: str | None) -> Capacity | None:
     """The same of the service on a Ray of this machine; None where it cannot be learnt."""
     import ray
 
-    from cluster.actors import coordinator_services, find_coordinator
+    from cluster.registry import coordinator_services, find_coordinator
     from deploy.cluster import connect_ray, stop_ray
 
     with suppress(Exception):  # it is said in passing only
