@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 import deploy.app
-from cluster.actors import CoordinatorMissing, find_coordinator
+from cluster.registry import CoordinatorMissing, find_coordinator
 from deploy.config import ClusterConfig
 
 ALONE, EVERYWHERE = "alone", "everywhere"
