@@ -40,7 +40,7 @@ REACH: dict[str, Reach] = {
     **_all(Reach.ROLLING, "kv_memory max_model_len overlap gpu_memory_utilization cpu_memory_utilization"),
     **_all(Reach.ROLLING, "quality.gate quality.search quality.budget_bytes_per_token quality.max_kl quality.min_top1"),
     **_all(Reach.ROLLING, "quality.max_perplexity_rise quality.context ingress_replicas body_limit stream_comment_s"),
-    **_all(Reach.ROLLING, "streams stream_pace_s drain_s step_timeout_s flight_dir update"),
+    **_all(Reach.ROLLING, "streams stream_pace_s drain_s step_timeout_s flight_dir update placement max_logprobs"),
     **_all(Reach.NEW, "models model revision served_model_names service_name device host port proxy allow_remote"),
 }
 """By key; keys of a part are written behind it, those of a model alike wherever it stands."""

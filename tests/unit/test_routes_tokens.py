@@ -68,5 +68,5 @@ def test_a_model_without_a_chat_template_counts_prompts_only() -> None:
 
 
 def test_only_models_that_the_key_may_use_count() -> None:
-    app = app_of(says("x"), callers=Callers(lambda: None, lambda: 0.0, Tenant(models=frozenset({"other"}))))
+    app = app_of(says("x"), callers=Callers(lambda: None, lambda: 0.0, lambda: Tenant(models=frozenset({"other"}))))
     assert count(app, prompt="the").json()["error"]["code"] == "model_not_allowed"
