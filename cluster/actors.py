@@ -68,6 +68,7 @@ class CoordinatorActor:
         self._bells, self._changes = Bells(), Bells()
         self._board = NoticeBoard()
         self._news = asyncio.Event()
+        self._remembering = asyncio.Lock()
         self._heard: deque[GroupReport] = deque(maxlen=10_000)
         self._secret = secrets.token_bytes(32)
         self._poll_s = min(POLL_S, settings.terms.line.ingress_s / 2)
@@ -181,10 +182,11 @@ class CoordinatorActor:
     async def carry_out(self, command: Command) -> Revision:
         """Do it, and remember it beyond this process; the settings that are in force then. RevisionError,
         UnknownGroup."""
-        with self._coordinating() as (coordinator, now):
-            revision = coordinator.carry_out(command, now)
-            content = pickle.dumps((self._settings.config, *coordinator.memory))
-        await asyncio.to_thread(remember, self._settings.service, content)
+        async with self._remembering:  # else an earlier command's memory might come to be kept last
+            with self._coordinating() as (coordinator, now):
+                revision = coordinator.carry_out(command, now)
+                content = pickle.dumps((self._settings.config, *coordinator.memory))
+            await asyncio.to_thread(remember, self._settings.service, content)
         set_log_level(revision.edition.live.log_level)
         self._changes.ring((_SETTINGS,))
         return revision

@@ -110,7 +110,7 @@ class Ingress:
         while True:
             try:
                 revision = await self._coordinator.revision(held, self._fault)
-                if revision.number != held:
+                if revision.number != held or self._fault:  # what could not be used may be mended by now
                     await self._adopt(revision.edition.live)
                     held = revision.number
             except Exception as error:  # whatever it is: to go on listening matters more
@@ -120,8 +120,9 @@ class Ingress:
     async def _adopt(self, live: LiveSettings) -> None:
         """All of these settings or, where a file of theirs cannot be used, none; `_fault` says why then."""
         set_log_level(live.log_level)
-        settings, self._fault = live.ingress, ""
+        settings, before = live.ingress, self._fault
         if settings is None or settings == self._settings:
+            self._fault = ""
             return
         unkeyed = _defaults(settings)
         try:
@@ -129,8 +130,10 @@ class Ingress:
             namespaces = await self._make_namespaces(settings)
         except (DocumentError, OSError, ValueError) as error:
             self._fault = str(error)
-            log.error("the settings stay as they are: %s", error)
+            if self._fault != before:
+                log.error("the settings stay as they are: %s", error)
             return
+        self._fault = ""
         self._settings, self._unkeyed, self._keys, self._namespaces = settings, unkeyed, keys, namespaces
         self._requests.endure(Endurance(timeout_s=settings.timeout_s))
 

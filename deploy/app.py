@@ -28,7 +28,7 @@ from cluster.ingress import Ingress
 from cluster.legacy import edition_of
 from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
 from deploy.catalog import fingerprint, resolve
-from deploy.cluster import Note, connect_ray, recall, start_ray
+from deploy.cluster import Note, RayLink, connect_ray, recall, start_ray
 from deploy.config import ClusterConfig, ConfigError, Environment, is_loopback
 from deploy.continuity import continued
 from deploy.description import described
@@ -124,12 +124,7 @@ def status(address: str | None = None, *, service: str | None = None) -> dict[st
 def watching(address: str | None = None, *, service: str | None = None, url: str | None = None) -> Iterator[Look]:
     """A function that gives the `status` of now, as often as it is called, over one connection. It raises ServiceError
     while the coordinator does not answer. `url`: of the service on this machine that answers there."""
-    if address:
-        link = connect_ray(address)
-    else:
-        note = noted(service, url)
-        link, url = connect_ray(note.link.address, note.link.token), note.url
-        service = note.service
+    link, service, url = located(address, service, url)
 
     def look() -> dict[str, Any]:
         names = [service] if service else coordinator_services()
@@ -147,7 +142,18 @@ def watching(address: str | None = None, *, service: str | None = None, url: str
         ray.shutdown()
 
 
-def noted(service: str | None, url: str | None) -> Note:
+def located(
+    address: str | None, service: str | None = None, url: str | None = None
+) -> tuple[RayLink, str | None, str | None]:
+    """Connected to the Ray at `address`, else to that of a service on this machine: the link, the service's name and
+    its URL, as far as they are known. Raises ServiceError when none is found."""
+    if address:
+        return connect_ray(address), service, url
+    note = _noted(service, url)
+    return connect_ray(note.link.address, note.link.token), note.service, note.url
+
+
+def _noted(service: str | None, url: str | None) -> Note:
     note = recall(run_dir(), service, url)
     if note is None:
         at = f" at {url}" if url else ""

@@ -19,9 +19,9 @@ from ray.exceptions import RayError, RayTaskError
 from cluster.coordination.control import Command, Revise, Rollback, UnknownGroup
 from cluster.coordination.revisions import Edition, Revision, RevisionError
 from cluster.registry import CoordinatorMissing, coordinator_services, find_coordinator
-from deploy.app import folders_of, make_plan, noted, run_dir
+from deploy.app import folders_of, located, make_plan, run_dir
 from deploy.changes import Change, Reach, beyond_live, differences
-from deploy.cluster import RayLink, connect_ray
+from deploy.cluster import RayLink
 from deploy.config import ClusterConfig, ConfigError, Environment
 from deploy.files import file_faults
 from deploy.quality.gate import admitted
@@ -62,14 +62,13 @@ class Panel:
 
     def changes(self, config: ClusterConfig) -> tuple[Change, ...]:
         """What would change if `config` were in force."""
-        edition = self.revision().edition
-        return differences(_config(edition.source), config, _config(edition.built))
+        return _changes(self.revision().edition, config)
 
     def apply(self, config: ClusterConfig, say: Progress, *, rolling: bool = False, undo: bool = False) -> Revision:
         """Put `config` in force: at once, or by replacing groups one by one where its keys take that and `rolling`
         allows it. `undo`: it is the config before the one in force. Raises ConfigError with what stands in the way."""
         revision = self.revision()
-        changes = differences(_config(revision.edition.source), config, _config(revision.edition.built))
+        changes = _changes(revision.edition, config)
         if not changes:
             return revision
         _check_reach(changes, rolling)
@@ -140,11 +139,7 @@ class Panel:
 def panel(address: str | None = None, service: str | None = None) -> Iterator[Panel]:
     """The panel of `service` (None: the only one) on the Ray at `address`, else of the one that runs on this machine.
     ServiceError when none is found."""
-    if address:
-        link = connect_ray(address)
-    else:
-        note = noted(service, None)
-        link, service = connect_ray(note.link.address, note.link.token), note.service
+    link, service, _ = located(address, service)
     try:
         names = [service] if service else coordinator_services()
         if len(names) != 1:
@@ -153,6 +148,10 @@ def panel(address: str | None = None, service: str | None = None) -> Iterator[Pa
         yield Panel(replace(link, folder=None), names[0])
     finally:
         ray.shutdown()
+
+
+def _changes(edition: Edition, config: ClusterConfig) -> tuple[Change, ...]:
+    return differences(_config(edition.source), config, _config(edition.built))
 
 
 def _check_reach(changes: tuple[Change, ...], rolling: bool) -> None:

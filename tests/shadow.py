@@ -67,7 +67,8 @@ def expected_output(
         if penalties is not None:
             distinct = tuple(dict.fromkeys(prompt)) if penalties.repetition != 1.0 else ()
             banned = tuple(stop) if len(output) < penalties.min_tokens else ()
-            bend = Bend(penalties, distinct, tuple(output), banned)
+            said = tuple(output) if penalties.look_back else ()
+            bend = Bend(penalties, distinct, said, banned)
         now = Draw(draw.temperature, seed=draw.seed, position=len(tokens), bend=bend)
         token = draw_token(parent, now, vocabulary)
         output.append(token)

@@ -263,8 +263,9 @@ class Engine:
 
     def _carry_out(self, orders: Orders) -> None:
         self._obedience.adopt(orders)
-        with self._lock:  # where leases end, each ingress finds its stream at an end, and replays elsewhere
-            self._subscribers.end_leases(orders.hand_over)
+        if orders.hand_over:
+            with self._lock:  # each ingress finds its stream at an end, and replays elsewhere
+                self._subscribers.end_leases()
 
     def _audit(self, now: float) -> None:
         passed = now - self._audited_at

@@ -39,11 +39,16 @@ class Penalties:
     bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
 
+    @property
+    def look_back(self) -> bool:
+        """Whether it matters which tokens have come so far."""
+        return bool(self.presence or self.frequency) or self.repetition != 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Bend:
     """What is done to a row's logits before its token is drawn. `prompt` are the distinct ids of the prompt, as far as
-    they matter, `output` all tokens generated so far (the last may be PENDING); the `banned` ones are not drawn."""
+    they matter, `output` all tokens generated so far, likewise (the last may be PENDING); `banned` ones do not come."""
 
     penalties: Penalties
     prompt: tuple[int, ...] = ()

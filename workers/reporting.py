@@ -29,8 +29,7 @@ def make_report(
     revision: int = 0,
 ) -> GroupReport:
     """`grants` are those accepted, voided (both since the last report) and live; `revision` that of the settings which
-    are in force. Begins a new period for what counts
-    since the last report."""
+    are in force. Begins a new period for what counts since the last report."""
     store, steps = scheduler.store, scheduler.steps
     accepted, voided, live = grants
     changes = store.sessions.changes(now)

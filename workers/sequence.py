@@ -163,10 +163,12 @@ class Sequence:
         if penalties is None:
             return draw
         prompt = self.request.prompt
-        output = (*self.tokens[len(prompt) :], *([PENDING] * self.pending))
+        output: tuple[int, ...] = ()
+        if penalties.look_back:
+            output = (*self.tokens[len(prompt) :], *([PENDING] * self.pending))
         if penalties.repetition != 1.0 and not self.distinct:
             self.distinct = tuple(dict.fromkeys(prompt))
-        banned = tuple(sampling.stop_ids) if len(output) < penalties.min_tokens else ()
+        banned = tuple(sampling.stop_ids) if self.length - len(prompt) < penalties.min_tokens else ()
         return replace(draw, bend=Bend(penalties, self.distinct, output, banned))
 
     def score(self, start: int, stop: int) -> Score | None:

@@ -68,9 +68,9 @@ class Subscribers:
             subscriber.lapses = now + self._lease_s
         return subscriber
 
-    def end_leases(self, wanted: bool) -> None:
-        """All have lapsed, if that is `wanted`."""
-        for subscriber in self._subscribers.values() if wanted else ():
+    def end_leases(self) -> None:
+        """All have lapsed."""
+        for subscriber in self._subscribers.values():
             subscriber.lapses = float("-inf")
 
     def lapsed(self, now: float) -> list[str]:

@@ -243,7 +243,7 @@ class Requests:
         if job is not None:
             self._feed(job, moves.Placed(answer))
         elif isinstance(answer, Grant):
-            self._outgoing.withdraw(answer.id)  # its request has ended; to close a grant twice does no harm
+            self._outgoing.withdraw(answer.id)  # its request has ended
 
     def _lose_line(self) -> None:
         for job in tuple(self._jobs.values()):

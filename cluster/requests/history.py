@@ -5,10 +5,9 @@ Keeps count; when enough is enough is decided elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster.coordination.grants import Ask, Incarnation, Refusal
 from cluster.requests.work import Endurance, Work
+from workers.logprobs import Logprobs
 from workers.plan import Finish, TokenEvent
 
 
@@ -90,11 +89,17 @@ class Transcript:
         logprobs = None if news.logprobs is None else news.logprobs.since(min(known, len(news.tokens)))
         prompt = None if self.scored else news.prompt
         self.scored = self.scored or prompt is not None
-        return replace(self.event(news.attempt, tokens), logprobs=logprobs, prompt=prompt)
+        return self.event(news.attempt, tokens, logprobs=logprobs, prompt=prompt)
 
     def event(
-        self, attempt: int, tokens: tuple[int, ...] = (), finish: Finish | None = None, error: str | None = None
+        self,
+        attempt: int,
+        tokens: tuple[int, ...] = (),
+        finish: Finish | None = None,
+        error: str | None = None,
+        logprobs: Logprobs | None = None,
+        prompt: Logprobs | None = None,
     ) -> TokenEvent:
         """The client's event for `tokens`, the last of the output."""
         index = len(self.output) - len(tokens)
-        return TokenEvent(self._request, attempt, index, tokens, finish, self.cached or 0, error)
+        return TokenEvent(self._request, attempt, index, tokens, finish, self.cached or 0, error, logprobs, prompt)

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 DELAYS_S = (0.2, 0.5, 1.0, 2.0)
 """Between the tries."""
+KEPT = 4096
+"""Grants whose end was told last: an answer that comes twice, or by two ways, may name one again."""
 
 
 class Outgoing:
@@ -30,18 +32,30 @@ class Outgoing:
         self._settles: Batcher[Outcome] = Batcher(crew, self._send_settles)
         self._withdrawals: Batcher[str] = Batcher(crew, self._send_withdrawals)
         self._leaves: Batcher[tuple[str, int]] = Batcher(crew, self._send_leaves)
+        self._closed: dict[str, None] = {}  # oldest first
 
     def settle(self, outcome: Outcome) -> None:
         """A grant has ended."""
+        self._close(outcome.grant)
         self._settles.add(outcome)
 
     def withdraw(self, grant: str) -> None:
-        """A grant will not be used."""
-        self._withdrawals.add(grant)
+        """A grant will not be used. One whose end was told already is not told again."""
+        if self._close(grant):
+            self._withdrawals.add(grant)
 
     def leave(self, request: str, attempt: int) -> None:
         """This attempt waits no more."""
         self._leaves.add((request, attempt))
+
+    def _close(self, grant: str) -> bool:
+        """Whether it was open, as far as is known here."""
+        if grant in self._closed:
+            return False
+        self._closed[grant] = None
+        if len(self._closed) > KEPT:
+            del self._closed[next(iter(self._closed))]
+        return True
 
     async def _send_settles(self, batch: tuple[Outcome, ...]) -> None:
         await _insist(lambda: self._coordinator.settle(batch))

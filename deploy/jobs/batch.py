@@ -163,7 +163,6 @@ class Batch:
         """Whatever has been made meanwhile is kept at once: one wait for the disk for all of it."""
         ended = False
         while not ended:
-            outcomes: list[Outcome] = []
             try:
                 first = await asyncio.wait_for(made.get(), FLUSH_S)
             except TimeoutError:

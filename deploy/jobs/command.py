@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -161,8 +160,7 @@ def _interruptible(work: Coroutine[Any, Any, bool], said: Console, *, note: str 
     async def main() -> bool:
         task = asyncio.current_task()
         assert task is not None
-        with suppress(NotImplementedError, ValueError):  # not the main thread, or no such signals here
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return bool(await work)
 
     try:

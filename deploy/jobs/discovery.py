@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ def found(ray_address: str | None) -> tuple[str, Capacity | None]:
 def _looked_up() -> tuple[str, Capacity | None]:
     import ray
 
-    from cluster.registry import coordinator_services, find_coordinator
+    from cluster.registry import coordinator_services
 
     try:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
@@ -74,26 +73,36 @@ def _looked_up() -> tuple[str, Capacity | None]:
     names = coordinator_services()
     if not names:
         raise NoService("Serve runs on this Ray, but no Tidegate; pass --url")
-    with suppress(Exception):  # what it computes with is told where that is known: no reason to fail
-        return url, capacity(ray.get(find_coordinator(names[0]).status.remote(), timeout=_ANSWER_S))
-    return url, None
+    return url, _capacity_of(names[0])
 
 
 def capacity_at(ray_address: str, token: str | None) -> Capacity | None:
     """The same of the service on a Ray of this machine; None where it cannot be learnt."""
-    import ray
-
-    from cluster.registry import coordinator_services, find_coordinator
+    from cluster.registry import coordinator_services
     from deploy.cluster import connect_ray, stop_ray
 
-    with suppress(Exception):  # it is said in passing only
+    try:
         link = connect_ray(ray_address, token)
-        try:
-            names = coordinator_services()
-            return capacity(ray.get(find_coordinator(names[0]).status.remote(), timeout=_ANSWER_S)) if names else None
-        finally:
-            stop_ray(link)
-    return None
+    except (ConnectionError, RuntimeError, OSError):
+        return None  # it is said in passing only
+    try:
+        names = coordinator_services()
+        return _capacity_of(names[0]) if names else None
+    finally:
+        stop_ray(link)
+
+
+def _capacity_of(service: str) -> Capacity | None:
+    """None where the coordinator does not answer: that is no reason to fail."""
+    import ray
+    from ray.exceptions import RayError
+
+    from cluster.registry import CoordinatorMissing, find_coordinator
+
+    try:
+        return capacity(ray.get(find_coordinator(service).status.remote(), timeout=_ANSWER_S))
+    except (CoordinatorMissing, RayError, TimeoutError):
+        return None
 
 
 def capacity(status: Mapping[str, Any]) -> Capacity | None:

@@ -10,8 +10,6 @@ from deploy.house import PACKAGES, ROOT
 
 BROUGHT = "brought"
 """The folder of what comes along besides the program."""
-MAX_CODE = 2**20
-"""Bytes of the program, compressed, at the most."""
 
 
 def pack(target: Path, brought: Path) -> int:

@@ -50,7 +50,7 @@ def split(text: str, limit: int) -> Counting:
         if all(unit.tokens <= limit for unit in units):
             break
         units = yield from _refined(text, units, limit, level)
-    packed = _packed(units, limit)
+    packed = packs([unit.tokens for unit in units], limit)
     while True:  # put together, units may have a token more than one by one
         sized = yield from _counted(text, [(units[run.start].start, units[run.stop - 1].end) for run in packed])
         over = [index for index, span in enumerate(sized) if span.tokens > limit and len(packed[index]) > 1]
@@ -99,16 +99,16 @@ def _counted(text: str, borders: Sequence[tuple[int, int]]) -> Generator[list[st
     return [Span(start, end, tokens) for (start, end), tokens in zip(borders, counts, strict=True)]
 
 
-def _packed(units: Sequence[Span], limit: int) -> list[range]:
-    """Neighbours together as long as they fit."""
+def packs(counts: Sequence[int], limit: int) -> list[range]:
+    """Neighbours together as long as the sum of their `counts` is at most `limit`; one that is more stands alone."""
     runs: list[range] = []
     begin, tokens = 0, 0
-    for index, unit in enumerate(units):
-        if index > begin and tokens + unit.tokens > limit:
+    for index, count in enumerate(counts):
+        if index > begin and tokens + count > limit:
             runs.append(range(begin, index))
             begin, tokens = index, 0
-        tokens += unit.tokens
-    return [*runs, range(begin, len(units))]
+        tokens += count
+    return [*runs, range(begin, len(counts))]
 
 
 def _halves(run: range) -> list[range]:

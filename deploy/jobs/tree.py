@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.jobs.splitting import packs
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -26,11 +28,6 @@ class Node:
         shown: dict[str, Any] = {"span": [self.start, self.end], "tokens": self.tokens, "summary": self.summary}
         return shown | ({"parts": [child.as_json() for child in self.children]} if self.children else {})
 
-    @property
-    def leaves(self) -> int:
-        """Parts of the text below this node, itself if it is one."""
-        return sum(child.leaves for child in self.children) or 1
-
 
 def joined(answers: Sequence[str]) -> str:
     """The text that is asked about to make one answer of several."""
@@ -47,14 +44,7 @@ def groups(counts: Sequence[int], limit: int) -> list[range]:
 
     There are fewer groups than there were answers, so that the tree ends; of one that is alone in its group nothing is
     asked. Raises ValueError where no two neighbours fit."""
-    made: list[range] = []
-    begin, tokens = 0, 0
-    for index, count in enumerate(counts):
-        if index > begin and tokens + count > limit:
-            made.append(range(begin, index))
-            begin, tokens = index, 0
-        tokens += count
-    made.append(range(begin, len(counts)))
+    made = packs(counts, limit)
     if len(counts) > 1 and len(made) == len(counts):
         raise ValueError(f"no two answers fit into the {limit} tokens that one question may have")
     return made

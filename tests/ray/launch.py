@@ -5,13 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.ray.stage import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """`command` in a session of its own, in the project's folder, all that it says on one pipe; killed at last."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager
@@ -30,16 +48,5 @@ def serving(
     environment = {**os.environ, "TMPDIR": str(folder / "t"), "TIDEGATE_CACHE": str(folder / "cache")}
     environment.pop("RAY_AUTH_MODE", None)
     command = [*through, sys.executable, "-m", "deploy", "serve", "--config", str(config), *more]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process, port
-        finally:
-            process.kill()
+    with started(command, environment) as process:
+        yield process, port

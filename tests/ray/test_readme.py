@@ -9,14 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.ray.launch import ROOT, started
 from tests.ray.stage import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands() -> list[str]:
@@ -33,19 +31,8 @@ def test_readme_shows_the_two_commands_and_ci_calls_the_second() -> None:
 @contextmanager
 def quickstart(port: int) -> Iterator[subprocess.Popen[str]]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-    with subprocess.Popen(
-        [commands()[0], "--port", str(port)],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with started([commands()[0], "--port", str(port)], environment) as process:
+        yield process
 
 
 def read_until(process: subprocess.Popen[str], mark: str) -> str:

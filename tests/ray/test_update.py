@@ -107,6 +107,10 @@ def test_keys_are_asked_for_from_the_next_heartbeat_on_and_a_file_that_is_missin
     number = hand.carry_out(Revise(replace(revision.edition, live=lost))).number
     eventually(lambda: "gone.yaml: cannot be read" in str(hand.await_arrival(number, 0.5)), 10)
     assert httpx.get(models).status_code == 401
+
+    (tmp_path / "gone.yaml").write_text(yaml.safe_dump({"tenants": [{"name": "b", "keys": [hash_of("key-b")]}]}))
+    eventually(lambda: hand.await_arrival(number, 0.5) == [], 30)
+    assert httpx.get(models, headers={"authorization": "Bearer key-b"}).status_code == 200
     for _ in range(2):
         number = hand.rollback(silent).number
         assert hand.await_arrival(number, 10) == []

@@ -130,12 +130,11 @@ def _decode(pool: KVPool, spans: Sequence[Span], tokens: int, group: int, halves
         hidden = None
         if min(seen) < stop:
             hidden = (steps >= counts[:, None]).repeat_interleave(pool.heads, 0)[:, None, None]
-        fresh = where // size == (begins + counts - 1)[:, None] // size
+        keys = scales = None
         if opened:
-            keys = _opened(pool, opened, where, fresh)
-            tiles.append(Tile(first, stop, index, hidden, keys, ScaleRows.of(pool, index)))
-        else:
-            tiles.append(Tile(first, stop, index, hidden))
+            fresh = where // size == (begins + counts - 1)[:, None] // size
+            keys, scales = _opened(pool, opened, where, fresh), ScaleRows.of(pool, index)
+        tiles.append(Tile(first, stop, index, hidden, keys, scales))
     firsts = [span.first for span in spans]
     rows = None if firsts == list(range(tokens)) else torch.tensor(firsts, device=device)
     return Decode(rows, len(spans), tuple(tiles))

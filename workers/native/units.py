@@ -70,8 +70,9 @@ class Units:
         work, tables = self.work, [span.tables[self._group] for span in batch.spans]
         begins = list(accumulate(map(len, tables), initial=0))
         self._tables = np.fromiter(chain.from_iterable(tables), np.int32, begins[-1])
-        self._opened = [_joined(batch, half, begins) for half in self._halves]
-        work.opened = (ctypes.c_void_p * HALVES)(*(blocks.ctypes.data for blocks in self._opened))
+        if self._halves:
+            self._opened = [_joined(batch, half, begins) for half in self._halves]
+            work.opened = (ctypes.c_void_p * HALVES)(*(blocks.ctypes.data for blocks in self._opened))
         rows = [part for span, begin in zip(batch.spans, begins, strict=False) for part in (*span[:3], begin)]
         self._rows = array("i", rows)
         work.tokens = len(batch.positions)
