@@ -42,6 +42,8 @@ def a_head(**environment: str) -> Iterator[Head]:
     command = [
         *(TOOLS / "ray", "start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1", "--num-cpus=2"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}"),
+        # Its usual one may be another Ray's, and then no agent of this one takes jobs.
+        f"--dashboard-agent-listen-port={free_port()}",
         *(f"--temp-dir={folder}", f"--ray-client-server-port={free_port()}"),
     ]
     told = {**os.environ, **ALONE, **environment}
