@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore.layout import Precision
+from kvstore.layout import HALVES, Precision
 from kvstore.precisions import PrecisionMap
 from tests.model.tiny import FAMILIES, Ranks, prompt, row, save_model, tables
 from workers.attention import tiles as attention_tiles
+from workers.kvpool import KVPool
 from workers.plan import Draw, StepPlan
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -66,8 +67,27 @@ def poison(ranks: Ranks, used: dict[int, int]) -> None:
     pool = ranks.runners[0].pool
     blocks, slots = torch.tensor(list(unused(ranks, used))).unbind(1)
     rows = pool.rows(blocks * pool.block_size + slots).view(-1)
-    for layer in range(len(pool.pages)):
-        pool.slots(layer).flatten(0, 1)[rows] = 255  # NaN, in whatever precision
+    for layer, kept in enumerate(pool.layout.layers):
+        whole = pool.slots(layer)
+        whole[rows // whole.shape[1], rows % whole.shape[1]] = 255  # NaN, in whatever precision
+        if kept.by_channel:
+            poison_channels(pool, layer, used)
+
+
+def poison_channels(pool: KVPool, layer: int, used: dict[int, int]) -> None:
+    """Keys and scales of every block that is not sealed, and of open blocks all that no token of theirs has written."""
+    half = pool.block_size // HALVES
+    width = pool.layout.layers[layer].vectors[0].bytes
+    opened = pool.open_keys(layer)
+    for block in range(BLOCKS):
+        count = used.get(block, 0)
+        is_open = 0 < count < pool.block_size
+        if count < pool.block_size:
+            pool.slots(layer)[block, :, :width] = 255
+            pool.scales(layer)[block] = torch.nan
+        for number in range(HALVES):
+            held = min(max(count - number * half, 0), half) if is_open else 0
+            opened[block + BLOCKS * (1 + number), :, held:] = torch.nan
 
 
 def mixed_run(ranks: Ranks, poisoned: bool) -> list[torch.Tensor]:
@@ -97,7 +117,7 @@ def mixed_run(ranks: Ranks, poisoned: bool) -> list[torch.Tensor]:
 def test_nan_in_every_unused_slot_changes_no_bit(ranks: Ranks, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "BUCKET_SLOTS", bucket)
     clean = mixed_run(ranks, poisoned=False)
-    ranks.runners[0].allocate(BLOCKS)
+    ranks.runners[0].allocate(BLOCKS * len(ranks.runners[0].layout.groups))
     dirty = mixed_run(ranks, poisoned=True)
     for first, second in zip(clean, dirty, strict=True):
         assert first.isfinite().all()
